@@ -17,6 +17,10 @@ import numpy as np
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
 GGUF_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
+# What they add to llama: layers without rotary; part of a head that turns, fused tensors, LongRoPE; norms after
+# the blocks alone and over all heads; windows on some layers with another rotary; queries scaled by position;
+# four multipliers; biases everywhere.
+OTHER_FAMILIES = ("smollm3", "phi3", "phi3_long", "olmo2", "olmo3", "ministral3", "granite", "llama_biased")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
 CHAT_TEMPLATE = (
@@ -65,12 +69,67 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "head_dim": 32,
         "num_hidden_layers": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [6, 5, 5],
+        },
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
     },
+    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "phi3_long": {
+        "original_max_position_embeddings": 32,
+        "sliding_window": 40,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.3, 1.9, 2.5, 3.0, 3.5, 4.5],
+            "long_factor": [1.2, 1.5, 2.3, 3.9, 6.5, 9.0, 13.5, 24.5],
+        },
+    },
+    "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 3,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.2,
+            },
+        },
+    },
+    "ministral3": {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "llama_biased": {"attention_bias": True, "mlp_bias": True},
 }
 
 
@@ -106,6 +165,14 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
         "gemma3": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM),
         "qwen3_5": (tf.Qwen3_5TextConfig, tf.Qwen3_5ForCausalLM),
+        "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM),
+        "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM),
+        "phi3_long": (tf.Phi3Config, tf.Phi3ForCausalLM),
+        "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM),
+        "olmo3": (tf.Olmo3Config, tf.Olmo3ForCausalLM),
+        "ministral3": (tf.Ministral3Config, tf.Ministral3ForCausalLM),
+        "granite": (tf.GraniteConfig, tf.GraniteForCausalLM),
+        "llama_biased": (tf.LlamaConfig, tf.LlamaForCausalLM),
     }
     config, model = kinds[family]
     return model(config(**{**SIZES, **FAMILY_SIZES[family], **overrides}))

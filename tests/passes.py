@@ -78,7 +78,9 @@ def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Bat
         [request.prefix for request in requests],
         list(range(len(ids)) if rows is None else rows),
     )
-    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted, [], []))
+    return Batch(
+        Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted, [], [])
+    )
 
 
 def random_parents(draws: Sequence[int]) -> list[int]:

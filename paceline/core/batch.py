@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.types import (
-    BLOCK_SIZE, Batch, Cached, Columns, ColumnsOf, Draft, Moves, Pick, ScheduledRequest, Segment,
+    BLOCK_SIZE,
+    Batch,
+    Cached,
+    Columns,
+    ColumnsOf,
+    Draft,
+    Moves,
+    Pick,
+    ScheduledRequest,
+    Segment,
 )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from numba import carray
 
 from paceline.cpu.compile import piece
-from paceline.cpu.lanes import LANES, int_pointer
+from paceline.cpu.lanes import LANES, float_pointer, int_pointer
 from paceline.cpu.layer import turn_head
 from paceline.cpu.paged import BLOCK, Attention, mix_rows, row_of, run_of, score, seen_by, starts_of, weigh
-from paceline.cpu.rows import copy
+from paceline.cpu.rows import copy, normalize, times
 from paceline.cpu.sync import barrier, range_of
 from paceline.cpu.tiles import PLACE, VALUE_SCALE, round_head
 from paceline.cpu.value_tiles import round_value
@@ -52,8 +52,23 @@ def expand_tables(share, b, m, places_at):  # type: ignore[no-untyped-def]
 
 
 @piece
+def _norm_rows(share, b, m, layer, w):  # type: ignore[no-untyped-def]
+    """A row's queries as one vector, and its keys, where their norms are over all heads."""
+    of_queries, of_keys = m.num_heads * m.dim, m.num_kv_heads * m.dim
+    for row in range(share.part, b.rows, share.threads):
+        here = w.wide + row * layer.qkv.n * 4
+        normalize(here, layer.q_norm, here, of_queries, m.eps)
+        normalize(here + of_queries * 4, layer.k_norm, here + of_queries * 4, of_keys, m.eps)
+
+
+@piece
 def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries."""
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    if m.is_norm_over_heads:
+        _norm_rows(share, b, m, layer, w)
+        q_norm = k_norm = 0
+        barrier(share)
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
     first, last = range_of(share, b.rows * units)
@@ -63,10 +78,12 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
         slot = slots[row] * m.num_kv_heads + kv_head % m.num_kv_heads
         to = key = keys + slot * m.key_bytes
         if kv_head < 0:
-            turn_head(m, layer, layer.q_norm, here, positions[row])
+            turn_head(m, layer, q_norm, here, positions[row])
+            if m.query_scales != 0:
+                times(here, dim, carray(float_pointer(m.query_scales), positions[row] + 1)[positions[row]])
             to = w.queries + ((unit // group * b.rows + row) * group + unit % group) * m.key_bytes
         elif kv_head < m.num_kv_heads:
-            turn_head(m, layer, layer.k_norm, here, positions[row])
+            turn_head(m, layer, k_norm, here, positions[row])
         else:
             to = values + slot * m.value_bytes
         if not m.is_rounded:
@@ -83,7 +100,7 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
 def attend(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """From queries and the cache to `ready`. All threads must have placed what is theirs."""
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
-    known = b, m, w, layer.window, keys, values, group, strips
+    known = b, m, w, layer.window, layer.sinks, keys, values, group, strips
     if b.rows > FEW_ROWS:
         own = TOGETHER * share.part
         scores, scales = w.scores + own * group * b.span * 4, w.value_scales + own * b.span * 4

@@ -31,7 +31,7 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.packed import Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
-from paceline.models.rope import rotary_tables
+from paceline.models.rope import query_scales, rotary_tables
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
 Caches = Sequence[LayerCache]
@@ -56,8 +56,11 @@ class CpuDecoder:
     def __init__(self, config: ModelConfig, dtype: str, tensors: Tensors) -> None:
         self.config, self.bits = config, bits_of(dtype)
         self.tensors = tensors  # the tables below hold addresses into them
-        ropes = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
-        self._rotary = [rotary_tables(rope, config.head_dim, config.max_context) for rope in ropes]
+        ropes, room = {config.rope_of(i) for i in range(config.num_layers)}, config.max_context
+        self._rotary = {rope: rotary_tables(rope, config.rotary_width, room) for rope in ropes}
+        self._query_scales = query_scales(config.rope, room)
+        # the scale of logits is that of their norm
+        self._norm = tensors["norm.weight"] * config.logits_scale
         self._layers = numbers(self._layer(i) for i in range(config.num_layers))
         self.model = self._describe()
         self._model = numbers(self.model)
@@ -112,26 +115,29 @@ class CpuDecoder:
         def linear(name: str, width: int = config.hidden_size) -> Matrix:
             return self._matrix(f"layers.{i}.{name}", width, self.bits)
 
-        cos, sin = (table.data_ptr() for table in self._rotary[-1 if is_local else 0])
+        cos, sin = (table.data_ptr() for table in self._rotary[config.rope_of(i)])
         window = (config.sliding_window or 0) if is_local else 0
         after, mlp_norm = 0, norm("post_attention_layernorm")
-        if config.sandwich_norm:
+        if config.sandwich_norm or config.post_norm:  # of these, post-norm models have no norm of the input
             after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
         out, inner = linear("out", config.num_heads * config.head_dim), config.intermediate_size
         mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
-        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp)
+        return LayerRow(
+            norm("input_layernorm"), 0, *heads, out, after, *mlp, self._at(f"layers.{i}.self_attn.sinks")
+        )
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
         names = ["embedding"] * 2 if config.tie_embeddings else ["embedding", "head"]
         embedding, head = (self._matrix(name, config.hidden_size, bits) for name in names)
         return Model(
-            embedding, bits == 32, head, self._at("norm.weight"), self._layers.buffer_info()[0],
+            embedding, bits == 32, head, self._norm.data_ptr(), self._layers.buffer_info()[0],
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
             config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
             float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
-            *self._kv_widths(),
+            *self._kv_widths(), config.rotary_width, config.qk_norm_over_heads,
+            0 if self._query_scales is None else self._query_scales.data_ptr(), float(config.residual_scale),
         )  # fmt: skip
 
     def _kv_widths(self) -> tuple[int, int]:
@@ -175,7 +181,7 @@ class CpuDecoder:
         length = max(columns.positions) + 1 + num_more
         max_blocks = len(columns.block_tables) // batch.num_requests
         # an odd number of cache lines, so that scores of several queries do not compete for cache lines
-        span = (padded(length, 16) // 16 | 1) * 16
+        span = (padded(length + self.config.attention_sinks, 16) // 16 | 1) * 16
         caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0]
         draw, choices = self._choices(batch.picks or ())
         spec = Pass(

@@ -43,6 +43,10 @@ class Model(NamedTuple):
     is_rounded: bool  # queries, keys and values are integers with scales
     key_bytes: int  # of a head of a query or a cached key
     value_bytes: int  # of a head of a cached value
+    rotary: int  # numbers of a head that turn, its first
+    is_norm_over_heads: bool  # one norm of a row's queries, one of its keys; else one for each head
+    query_scales: int  # address of [max_context] floats that queries are multiplied by; 0: none
+    residual_scale: float  # of what attention and the MLP add
 
 
 class LayerRow(NamedTuple):
@@ -62,6 +66,7 @@ class LayerRow(NamedTuple):
     gate_up: Matrix
     down: Matrix
     after_mlp: int
+    sinks: int = 0  # [num_heads] scores that weigh and have no value
 
 
 class Work(NamedTuple):
@@ -130,8 +135,8 @@ def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
 
 @piece
 def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
-    """Norm, where there is a weight, and rotate a head in place; pairs are (i, i + half)."""
-    half = m.dim // 2
+    """Norm, where there is a weight, and rotate a head in place; pairs are (i, i + half) of what turns."""
+    half = m.rotary // 2
     if norm != 0:
         normalize(here, norm, here, m.dim, m.eps)
     x, cos = carray(float_pointer(here), m.dim), carray(float_pointer(layer.cos + position * half * 4), half)
@@ -160,12 +165,12 @@ def ask(share, matrix, size):  # type: ignore[no-untyped-def]
 
 @piece
 def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
-    """h += narrow, or its norm where there is a weight."""
+    """h += narrow, or its norm where there is a weight, times a scale."""
     for row in range(share.part, rows, share.threads):
         added = w.narrow + row * stride * 4
         if after != 0:
             normalize(added, after, added, m.hidden, m.eps)
-        add(w.h + row * m.hidden * 4, added, m.hidden)
+        add(w.h + row * m.hidden * 4, added, m.hidden, m.residual_scale)
 
 
 @unrolled

@@ -32,6 +32,7 @@ class Attention(NamedTuple):
     m: Any  # layer.Model
     w: Any  # layer.Work
     window: int  # positions that a row sees; 0: all
+    sinks: int  # address of a score more for each query head; 0: none
     keys: int  # address of the layer's cached keys
     values: int
     group: int  # query heads of a KV head
@@ -128,13 +129,18 @@ def score(a, run, kv_heads, first, last):  # type: ignore[no-untyped-def]
 
 @piece
 def weigh(a, run, row, head, start, length):  # type: ignore[no-untyped-def]
-    """Scores of one query over positions start to length become weights, in sixteens."""
+    """Scores of one query over positions start to length become weights, in sixteens. A sink is one score
+    more, after the last position: it counts for the largest and the total, and no value is read for it."""
     query = _at(a, run, head // a.group) + (row - run.first) * a.group + head % a.group
-    first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
+    end = length + 1 if a.sinks != 0 else length
+    first, last = start // LANES * LANES, (end + LANES - 1) // LANES * LANES
     turns, scale, total_at = (last - first) // LANES, np.float32(a.m.scale * LOG2_E), a.totals + query * 4
     scores_at, scales_at = a.scores + query * a.b.span * 4, a.scales + query // a.group * a.b.span * 4
     fill(scores_at, first, start, np.float32(tiles.LOWEST))
     fill(scores_at, length, last, np.float32(tiles.LOWEST))
+    if a.sinks != 0:  # it is a logit, and scores are still to be scaled
+        sink = carray(float_pointer(a.sinks), a.m.num_heads)[head] / np.float32(a.m.scale)
+        fill(scores_at, length, end, sink)
     if not a.m.is_rounded:
         tiles.weigh_lanes(scores_at + first * 4, turns, scale, total_at)
         return

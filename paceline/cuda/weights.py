@@ -7,6 +7,7 @@ memory than the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,11 @@ BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
 # Up to these numbers of rows products let the next kernel start at their own start (measured on an H200).
 PLAIN_ROWS, CHECKED_ROWS = 8, 64
 NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
+# What a model may have and these kernels do not do yet.
+MISSING = (
+    "out_bias", "mlp_bias", "qk_norm_over_heads", "post_norm", "residual_scale", "logits_scale", "rotary_dim",
+    "attention_sinks",
+)  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -137,17 +143,28 @@ class WeightReader:
         )
 
 
+def check_config(config: ModelConfig) -> None:
+    """One error for all that the kernels would leave out."""
+    usual = {field.name: field.default for field in fields(config)}
+    asked = [f"{name} = {getattr(config, name)}" for name in MISSING if getattr(config, name) != usual[name]]
+    if config.rope.query_beta:
+        asked.append(f"rope.query_beta = {config.rope.query_beta}")
+    if asked:
+        remedy = "use device='cpu', or kernels='torch' on the GPU"
+        raise ConfigError(f"the GPU kernels do not do {', '.join(asked)} of a {config.family} model; {remedy}")
+
+
 def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:
     """Of a checkpoint."""
+    check_config(config)
     names, activations = config.weight_names(), dtype_of(dtype)
     reader = WeightReader(source.tensor, names, device, activations, BITS.get(dtype), exact)
-    size = config.head_dim, config.max_context
-    tables = reader.rotary(config.rope, *size)
-    local_tables = tables if config.rope_local is None else reader.rotary(config.rope_local, *size)
+    ropes = [config.rope_of(i) for i in range(config.num_layers)]
+    tables = {rope: reader.rotary(rope, config.head_dim, config.max_context) for rope in set(ropes)}
     layers = []
-    for i in range(config.num_layers):
-        rotary, window = (local_tables, config.sliding_window) if config.is_local(i) else (tables, None)
-        layer = reader.layer(f"layers.{i}.", rotary, config.rms_eps)
+    for i, rope in enumerate(ropes):
+        window = config.sliding_window if config.is_local(i) else None
+        layer = reader.layer(f"layers.{i}.", tables[rope], config.rms_eps)
         layers.append(layer._replace(activation=config.activation, window=window, early_rows=CHECKED_ROWS))
     embedding = reader.table("embed_tokens")
     if config.tie_embeddings and dtype not in BITS:

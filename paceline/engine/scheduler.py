@@ -62,8 +62,8 @@ class Scheduler:
         for index, wanted in nodes.items():
             one = scheduled[index]
             one.num_lookahead_tokens = max(min(wanted, one.draft_limit, self._budget), 0)
-            tokens, nodes = one.num_tokens_with_spec, one.num_lookahead_tokens
-            if not self.kv.reserve(one.request.cache, tokens, nodes):
+            drafted = one.num_lookahead_tokens
+            if not self.kv.reserve(one.request.cache, one.num_tokens_with_spec, drafted):
                 one.num_lookahead_tokens = 0
             self._budget -= one.num_lookahead_tokens
 

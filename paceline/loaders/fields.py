@@ -88,6 +88,13 @@ class Fields:
             raise self.refuse(key, f"is not a whole number; {DAMAGED}")
         return int(value)
 
+    def factors(self, key: str) -> tuple[float, ...]:
+        """A list of positive finite numbers."""
+        values = self._typed(key, None, list, "a list")
+        if not all(type(value) in (int, float) and 0 < value <= MAX_COUNT for value in values):
+            raise self.refuse(key, f"is not a list of positive numbers; {DAMAGED}")
+        return tuple(map(float, values))
+
     def flag(self, key: str, default: bool | None = None) -> bool:
         return bool(self._typed(key, default, bool, "true or false"))
 
@@ -123,21 +130,37 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
 
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3", "qwen3_5"), **values)
-    divisors, heads, kv_heads = config.rope.divisors, config.num_heads, config.num_kv_heads
-    windows, half, recurrent = config.local_layers, config.head_dim // 2, config.recurrent
+    if family in ("olmo2", "olmo3"):
+        values |= {"post_norm": True, "qk_norm_over_heads": True}
+    has_qk_norm = family in ("qwen3", "gemma3", "olmo2", "olmo3", "qwen3_5")
+    config = ModelConfig(family=family, qk_norm=has_qk_norm, **values)
+    heads, kv_heads, turned, recurrent = (
+        config.num_heads,
+        config.num_kv_heads,
+        config.rotary_width,
+        config.recurrent,
+    )
+    by_layer, sets = (
+        (config.local_layers, config.rope_layers),
+        (config.rope.divisors, config.rope.long_divisors),
+    )
     uneven = recurrent is not None and recurrent.value_heads % recurrent.key_heads
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
         (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
-        (divisors is None or len(divisors) == half, "rotary divisors do not match the head size"),
-        (all(0 < d < math.inf for d in divisors or ()), "a rotary divisor is not a positive number"),
-        (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
+        (
+            turned % 2 == 0 and turned <= config.head_dim,
+            f"{turned} numbers of a head turn, which is no part of it",
+        ),
+        (all(len(d or ()) in (0, turned // 2) for d in sets), "rotary divisors do not match the head size"),
+        (all(0 < x < math.inf for d in sets for x in d or ()), "a rotary divisor is not a positive number"),
+        (len(by_layer[0]) in (0, config.num_layers), "the sliding window is given for some layers only"),
+        (not any(by_layer[0]) or config.sliding_window, "sliding-window layers have no window size"),
+        (len(by_layer[1]) in (0, config.num_layers), "rotary embedding is given for some layers only"),
         (recurrent is None or len(recurrent.layers) == config.num_layers, "layer_types are not one a layer"),
         (recurrent is None or not all(recurrent.layers), "no layer attends"),
         (not uneven, "the recurrent value heads are not a multiple of the key heads"),
-        (not any(windows) or config.sliding_window, "sliding-window layers have no window size"),
     )
     for is_right, problem in checks:
         if not is_right:
@@ -145,11 +168,28 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     return config
 
 
+def place_rows(config: ModelConfig, names: Mapping[str, str]) -> tuple[dict[str, int], Shapes]:
+    """Where the rows of each weight begin in the file's tensor, and the shapes of those tensors. Weights that
+    share one (phi's q, k and v) are its rows one after another, in the order of `weight_names`."""
+    firsts: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight, shape in config.weight_names().items():
+        stored = names[weight]
+        firsts[weight] = shapes[stored][0] if stored in shapes else 0
+        shapes[stored] = (firsts[weight] + shape[0], *shape[1:])
+    return firsts, shapes
+
+
+def rows_at(first: int, count: int, rows: slice) -> slice:
+    """Some of the `count` rows of a weight, as rows of the tensor where they begin at `first`."""
+    start, stop, _ = rows.indices(count)
+    return slice(first + start, first + stop)
+
+
 def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Found, layers: str) -> None:
     """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
     names: the config's weights to the file's tensors; layers: begins the names of all layers' tensors."""
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    check_shapes(path, shapes, {names[name]: shape for name, shape in config.weight_names().items()})
+    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, place_rows(config, names)[1])
     others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if unused:

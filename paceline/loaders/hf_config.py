@@ -7,17 +7,27 @@ not do is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import log, sqrt
 from typing import Any, get_args
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
+from paceline.loaders.fields import MAX_COUNT, MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
+FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+}
 REFUSED = (
     "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
-    "final_logit_softcapping", "attention_bias", "mlp_bias", "use_bidirectional_attention",
+    "final_logit_softcapping", "use_bidirectional_attention",
 )  # fmt: skip
+# Whose classes have biases where these keys ask for them: of q, k, v and o; of the MLP.
+BIASED = {
+    "attention_bias": ("llama", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
+    "mlp_bias": ("llama", "smollm3", "granite"),
+}
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
 DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -33,13 +43,33 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     },
+    "smollm3": {
+        "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0, "no_rope_layer_interval": 4,
+    },
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4_096},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {
+        "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4_096, "sliding_window_pattern": 4,
+    },
+    "ministral3": {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "granite": {},
 }  # fmt: skip
+MULTIMODAL = ("mistral3",)  # what the text model is, its own section says
 
 
 def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json; `source` names it in errors."""
     outer = Fields(source, values)
     name = outer.text("model_type")
+    if name in MULTIMODAL:
+        name = outer.section("text_config").text("model_type")
     if name not in FAMILIES:
         raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
     family = FAMILIES[name]
@@ -52,30 +82,87 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
-    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0)
-    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
+    sizes = layer_sizes(
+        keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=family in ("phi3", "qwen3_5")
+    )
+    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")} | _biases(
+        family, keys
+    )
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
     if family == "qwen3_5":
         sizes |= {"gated_attention": True, "recurrent": _recurrent(keys, min(layers, MAX_LAYERS + 1))}
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
     if any(local_layers):
         sizes |= {"sliding_window": keys.count("sliding_window"), "local_layers": local_layers}
-    if family == "gemma3":
+    return family_config(source, family, **sizes | _own_settings(family, keys, sizes))
+
+
+def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What only configs of one family say."""
+    if family in ("gemma3", "olmo3"):  # layers with a window have rotary settings of their own
         local = keys.section("rope_parameters").section("sliding_attention")
-        local_theta = local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0))
-        sizes["rope_local"] = _scaled_rope(local, local_theta, keys)
+        key = "rope_local_base_freq" if family == "gemma3" else "rope_theta"
+        rope = _scaled_rope(local, local.number("rope_theta", keys.number(key, 10_000.0)), keys)
+        if family == "olmo3":
+            return {"rope_local": None if rope == sizes["rope"] else rope}
         scalar = keys.number("query_pre_attn_scalar")
-        sizes["attention_scale"] = 0.0 if scalar == sizes["head_dim"] else scalar**-0.5
-    return family_config(source, family, qkv_bias=family == "qwen2", **sizes)
+        return {"rope_local": rope, "attention_scale": 0.0 if scalar == sizes["head_dim"] else scalar**-0.5}
+    if family == "smollm3":
+        has_rope = _rope_layers(keys, min(sizes["num_layers"], MAX_LAYERS + 1))
+        return {"rope_layers": () if all(has_rope) else has_rope}
+    if family == "ministral3" and keys.section("rope_parameters").get("llama_4_scaling_beta"):
+        parameters = keys.section("rope_parameters")
+        original = parameters.count("original_max_position_embeddings")
+        beta = parameters.number("llama_4_scaling_beta")
+        return {"rope": replace(sizes["rope"], query_beta=beta, original_context=original)}
+    if family == "granite":
+        return {
+            "embed_scale": keys.number("embedding_multiplier", 1.0),
+            "attention_scale": keys.number("attention_multiplier", 1.0),
+            "residual_scale": keys.number("residual_multiplier", 1.0),
+            "logits_scale": 1.0 / keys.number("logits_scaling", 1.0),
+        }
+    return {}
 
 
-def layer_sizes(keys: Fields, default_theta: float = 10_000.0) -> dict[str, Any]:
-    """What the configs of models and of heads both say about a layer."""
+def _biases(family: Family, keys: Fields) -> dict[str, bool]:
+    for key, families in BIASED.items():
+        if family not in families:
+            keys.refuse_any([key], f"no {family} model has it, use one without")
+    has_bias = keys.flag("attention_bias", False)
+    biases = {"qkv_bias": has_bias or family == "qwen2", "out_bias": has_bias}
+    return biases | {"mlp_bias": keys.flag("mlp_bias", False)}
+
+
+def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers turn queries and keys."""
+    stated = keys.get("no_rope_layers")
+    if stated is None:
+        period = keys.count("no_rope_layer_interval")
+        return tuple((i + 1) % period != 0 for i in range(layers))
+    if not isinstance(stated, list) or not all(flag in (0, 1) for flag in stated):
+        raise keys.refuse("no_rope_layers", "is not a list of 0 and 1, one a layer; fetch the model again")
+    return tuple(map(bool, stated))
+
+
+def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bool = False) -> dict[str, Any]:
+    """What the configs of models and of heads both say about a layer. turns_part: rotary embedding may be of
+    a part of each head."""
     sizes: dict[str, Any] = {n: keys.count(n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
     heads = keys.count("num_attention_heads")
     sizes |= {"num_heads": heads, "num_kv_heads": keys.count("num_key_value_heads", heads)}
     sizes["head_dim"] = keys.count("head_dim", sizes["hidden_size"] // heads or None)
-    return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": _rope(keys, default_theta)}
+    parameters, theta = _rope_parameters(keys, default_theta)
+    partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
+        if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
+            remedy = "only 1, and less for phi3 and qwen3_5"
+            raise ModelFileError(
+                f"{keys.source}: partial_rotary_factor = {partial} is not supported, {remedy}"
+            )
+    rope = _scaled_rope(parameters, theta, keys)
+    return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": rope}
 
 
 def _recurrent(keys: Fields, layers: int) -> RecurrentConfig:
@@ -93,11 +180,11 @@ def _recurrent(keys: Fields, layers: int) -> RecurrentConfig:
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers see only a sliding window."""
-    if family in ("llama", "qwen3_5") or keys.get("sliding_window") is None:
+    if family in ("llama", "olmo2", "granite", "qwen3_5") or keys.get("sliding_window") is None:
         return ()
-    if family == "mistral":
+    if family in ("mistral", "ministral3", "phi3"):
         return (True,) * layers
-    if family in ("qwen2", "qwen3") and not keys.flag("use_sliding_window", False):
+    if family in ("qwen2", "qwen3", "smollm3") and not keys.flag("use_sliding_window", False):
         return ()
     types = keys.get("layer_types")
     if types is not None:
@@ -105,27 +192,25 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
         if not isinstance(types, list) or not all(kind in known for kind in types):
             raise keys.refuse("layer_types", f"holds other kinds than {known}, which are not supported")
         return tuple(kind == "sliding_attention" for kind in types)
-    if family == "gemma3":
+    if family in ("gemma3", "olmo3"):
         period = keys.count("sliding_window_pattern")
         return tuple((i + 1) % period != 0 for i in range(layers))
+    if family == "smollm3":
+        return tuple(not has_rope for has_rope in _rope_layers(keys, layers))
     first = keys.get("max_window_layers")
     if not isinstance(first, int):
         raise keys.refuse("max_window_layers", "is not a number of layers; fetch the model again")
     return tuple(i >= first for i in range(layers))
 
 
-def _rope(keys: Fields, default_theta: float) -> RopeConfig:
-    """Rotary settings of the layers with full attention, in either spelling."""
+def _rope_parameters(keys: Fields, default_theta: float) -> tuple[Fields, float]:
+    """Rotary settings of the layers with full attention, in either spelling, and their base."""
     parameters = keys.section("rope_parameters")
     if "full_attention" in parameters.values:
         parameters = parameters.section("full_attention")
     if keys.get("rope_scaling"):
         parameters = keys.section("rope_scaling")
-    theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
-    partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, only 1")
-    return _scaled_rope(parameters, theta, keys)
+    return parameters, parameters.number("rope_theta", keys.number("rope_theta", default_theta))
 
 
 def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
@@ -133,6 +218,8 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     kind = parameters.text(key, "default")
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "longrope" or parameters.get("long_factor"):  # phi's old names of it: su, yarn
+        return _long_rope(parameters, theta, keys)
     factor = parameters.number("factor")
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
@@ -141,10 +228,30 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return RopeConfig(theta, "llama3", factor, low, high, original)
     if kind != "yarn":
-        raise parameters.refuse(key, "is not supported; use a model with default, linear, llama3 or yarn")
-    parameters.refuse_any(("mscale", "mscale_all_dim"), "use a model with plain yarn scaling")
-    if not parameters.flag("truncate", True):
-        raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
+        known = "default, linear, llama3, yarn or longrope"
+        raise parameters.refuse(key, f"is not supported; use a model with {known}")
     fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
-    boost = None if parameters.get("attention_factor") is None else parameters.number("attention_factor")
-    return RopeConfig(theta, "yarn", factor, 1.0, 4.0, original, fast, slow, boost)
+    boost = None
+    if parameters.get("attention_factor") is not None:
+        boost = parameters.number("attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        above, below = (
+            1 + 0.1 * parameters.number(m) * log(max(factor, 1.0)) for m in ("mscale", "mscale_all_dim")
+        )
+        boost = above / below
+    truncate = parameters.flag("truncate", True)
+    return RopeConfig(theta, "yarn", factor, 1.0, 4.0, original, fast, slow, boost, truncate=truncate)
+
+
+def _long_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
+    """The boost is of the context that the file states, whichever set of factors applies (models/rope.py)."""
+    longest, name = keys.count("max_position_embeddings"), "original_max_position_embeddings"
+    original = keys.count(name) if keys.get(name) is not None else parameters.count(name, longest)
+    factor = parameters.number("factor", min(longest / original, MAX_COUNT))
+    boost = sqrt(1 + log(factor) / log(original)) if factor > 1 < original else 1.0
+    if parameters.get("attention_factor") is not None:
+        boost = parameters.number("attention_factor")
+    return RopeConfig(
+        theta, "longrope", factor, original_context=original, attention_factor=boost,
+        divisors=parameters.factors("short_factor"), long_divisors=parameters.factors("long_factor"),
+    )  # fmt: skip

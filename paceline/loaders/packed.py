@@ -37,6 +37,7 @@ LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+VECTORS = ("norm.weight", "self_attn.sinks")  # how the names of what stays as it is end
 CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
@@ -90,11 +91,13 @@ def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[
     """The same one after another, each in parts that follow each other: memory is that of one part."""
     names = source.config.weight_names()
     for name in names:
-        if name.endswith("norm.weight"):
+        if name.endswith(VECTORS):
             yield name, [source.tensor(name).float().contiguous()]
     for to, parts, its_bits in _linears(source.config, bits):
         biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
         bias = torch.cat(biases or [torch.zeros(names[f"{part}.weight"][0]) for part in parts]).float()
+        if to.endswith("gate_up"):
+            bias = bias[gate_up_order(len(bias) // 2)]
         yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, to, parts))
         yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if bits == 32 else DOT_ROWS)))]
 
@@ -115,8 +118,8 @@ def _rows(source: Checkpoint, to: str, parts: list[str]) -> Iterator[torch.Tenso
 def expected(config: ModelConfig, bits: int) -> Kinds:
     """Name, type and shape of every tensor of a quantized model, in the order they are packed in."""
     shapes = config.weight_names()
-    norms = [name for name in shapes if name.endswith("norm.weight")]
-    wanted = {name: (torch.float32, tuple(shapes[name])) for name in norms}
+    vectors = [name for name in shapes if name.endswith(VECTORS)]
+    wanted = {name: (torch.float32, tuple(shapes[name])) for name in vectors}
     for to, parts, its_bits in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
         size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]

@@ -1,7 +1,8 @@
 """A Hugging Face folder: config.json, one or more .safetensors files, tokenizer.json.
 
 Invariant: only safetensors are read, no pickle or code; shards lie inside the folder; opening checks every
-tensor's name, type and shape. gemma's norms are stored as w and multiply as 1 + w: that is folded in here.
+tensor's name, type and shape. gemma's norms are stored as w and multiply as 1 + w: that is folded in here;
+phi's projections are stored side by side: they are taken apart here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
+from paceline.loaders import fields
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.tokenizer import TokenizerSource
@@ -23,6 +25,8 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+FUSED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 
 
 class StoredTensor(NamedTuple):
@@ -45,8 +49,11 @@ class SafetensorsCheckpoint:
         self._found = tensors_of(files)
         prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self._found), "model.")
         head = next((head for head in HEADS if head in self._found), HEADS[0])
-        weights = self.config.weight_names()
-        self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
+        self._names = {
+            weight: head if weight == "lm_head.weight" else prefix + stored_name(self.config, weight)
+            for weight in self.config.weight_names()
+        }
+        self._firsts, _ = fields.place_rows(self.config, self._names)
         check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
         for tensor in self._names.values():
             if self._found[tensor].dtype not in TYPES:
@@ -60,7 +67,9 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
-        stored = self._names[name]
+        stored, count = self._names[name], self.config.weight_names()[name][0]
+        if count < self._found[stored].shape[0]:
+            rows = fields.rows_at(self._firsts[name], count, rows)
         weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
         is_offset = self.config.family in ("gemma3", "qwen3_5") and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
@@ -86,6 +95,14 @@ class SafetensorsCheckpoint:
             known = {i: _token_text(token) for i, token in added.items() if i.isdecimal() and len(i) < 10}
             ids += [int(i) for i, its_text in known.items() if its_text == text][:1]
         return unique_ids(ids, self.config.vocab_size)
+
+
+def stored_name(config: ModelConfig, weight: str) -> str:
+    """What transformers calls the tensor in which a weight is, or is a part."""
+    parts = weight.split(".")
+    if config.family == "phi3" and parts[-2] in FUSED:
+        parts[-2] = FUSED[parts[-2]]
+    return ".".join(parts)
 
 
 def _token_text(value: Any) -> str | None:

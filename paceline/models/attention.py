@@ -49,6 +49,7 @@ class Masking(NamedTuple):
     window: int | None  # a row sees this many positions, itself included
     # queries and keys as int8 with a scale for each half, values with one, as the CPU kernels have them
     is_rounded: bool = False
+    sinks: Tensor | None = None  # [heads]: scores that weigh and have no value
 
 
 def round_halves(x: Tensor) -> Tensor:
@@ -113,6 +114,11 @@ class TorchAttention:
         k, v = keys[span.slots].to(q.dtype), values[span.slots].to(q.dtype)  # [C, kv_heads, dim]
         scores = torch.einsum("nkgd,ckd->kgnc", query, k).float() * masking.scale
         visible = span.visible if masking.window is None else span.visible & (span.distance < masking.window)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if masking.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = masking.sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         weights = (round_weights(weights, v) if masking.is_rounded else weights).to(q.dtype)
         return torch.einsum("kgnc,ckd->nkgd", weights, v).flatten(1, 2)

@@ -1,15 +1,19 @@
 """What a dense decoder is, independent of the file it came from: both loaders produce this one description.
 
 Weight names are Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1"
-is folded in by the loader).
+is folded in by the loader); phi's fused projections are named by their parts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma3", "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
+    "qwen3_5",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +21,24 @@ class RopeConfig:
     """Rotary embedding, and how its frequencies are scaled for long contexts."""
 
     theta: float = 10_000.0
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_context: int = 8_192  # llama3, yarn
+    original_context: int = 8_192  # llama3, yarn, longrope, query_beta
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
-    divisors: tuple[float, ...] | None = None  # [head_dim / 2]: a GGUF `rope_freqs.weight`
+    # of cosines and sines; yarn: None is 0.1 ln(factor) + 1; longrope: None is 1
+    attention_factor: float | None = None
+    # [rotary width / 2]: a GGUF `rope_freqs.weight`, or LongRoPE's factors of contexts up to the original
+    divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None  # LongRoPE's factors of longer contexts
+    truncate: bool = True  # yarn: the dimensions it blends between are whole numbers
+    # Ministral 3: a query is multiplied by 1 + query_beta ln(1 + floor(position / original_context))
+    query_beta: float = 0.0
+
+
+NO_ROPE = RopeConfig(kind="linear", factor=math.inf)  # every angle is zero: nothing turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +66,13 @@ class RecurrentConfig:
 
     def weight_names(self, hidden: int) -> dict[str, tuple[int, ...]]:
         heads, width = self.value_heads, self.value_heads * self.value_dim
-        return {
+        found: dict[str, tuple[int, ...]] = {
             "in_proj_qkv.weight": (self.mixed_width, hidden), "in_proj_z.weight": (width, hidden),
             "in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden),
             "conv1d.weight": (self.mixed_width, 1, self.kernel), "dt_bias": (heads,), "A_log": (heads,),
             "norm.weight": (self.value_dim,), "out_proj.weight": (hidden, width),
         }  # fmt: skip
+        return {f"linear_attn.{name}": shape for name, shape in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +91,20 @@ class ModelConfig:
     rope_local: RopeConfig | None = None  # gemma 3: rotary embedding of the sliding-window layers
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False  # of what follows attention
+    mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False  # OLMo: one norm over all heads of a row, not one for each head
     sandwich_norm: bool = False  # gemma: a second norm after attention and after the MLP
+    post_norm: bool = False  # OLMo 2: norms after attention and after the MLP alone
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
+    residual_scale: float = 1.0  # multiplies what attention and the MLP add
+    logits_scale: float = 1.0  # multiplies logits
+    rotary_dim: int = 0  # numbers of a head that turn, its first; 0: the whole head
+    rope_layers: tuple[bool, ...] = ()  # which layers turn queries and keys; empty: all
+    attention_sinks: bool = False  # gpt-oss: each head has a logit more, which weighs and has no value
     sliding_window: int | None = None
     local_layers: tuple[bool, ...] = ()  # which layers use the sliding window; empty: none
     gated_attention: bool = False  # what is attended is multiplied by a sigmoid, of rows beside each query's
@@ -90,6 +113,10 @@ class ModelConfig:
     @property
     def scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def rotary_width(self) -> int:
+        return self.rotary_dim or self.head_dim
 
     def is_local(self, layer: int) -> bool:
         return bool(self.local_layers) and self.local_layers[layer]
@@ -102,29 +129,50 @@ class ModelConfig:
         """Layers with keys and values."""
         return self.num_layers - (sum(self.recurrent.layers) if self.recurrent is not None else 0)
 
+    def rope_of(self, layer: int) -> RopeConfig:
+        if self.rope_layers and not self.rope_layers[layer]:
+            return NO_ROPE
+        return self.rope_local if self.rope_local and self.is_local(layer) else self.rope
+
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
         h, d, inner = self.hidden_size, self.head_dim, self.intermediate_size
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:
             names["lm_head.weight"] = (self.vocab_size, h)
-        attention: dict[str, tuple[int, ...]] = {}
-        queries = self.num_heads * (2 if self.gated_attention else 1)
-        for proj, heads in (("q", queries), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
-            attention[f"self_attn.{proj}_proj.weight"] = (heads * d, h)
-            if self.qkv_bias:
-                attention[f"self_attn.{proj}_proj.bias"] = (heads * d,)
-        attention["self_attn.o_proj.weight"] = (h, self.num_heads * d)
-        if self.qk_norm:
-            attention |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-        linear = {} if self.recurrent is None else self.recurrent.weight_names(h)
-        linear = {f"linear_attn.{name}": shape for name, shape in linear.items()}
-        layer: dict[str, tuple[int, ...]] = {f"mlp.{name}_proj.weight": (inner, h) for name in ("gate", "up")}
-        layer["mlp.down_proj.weight"] = (h, inner)
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if self.sandwich_norm else []
-        layer |= {f"{norm}.weight": (h,) for norm in norms}
+        layer: dict[str, tuple[int, ...]] = {}
+        for proj in ("gate", "up"):
+            layer |= _linear(f"mlp.{proj}_proj", inner, h, self.mlp_bias)
+        layer |= _linear("mlp.down_proj", h, inner, self.mlp_bias)
+        layer |= {f"{norm}_layernorm.weight": (h,) for norm in self.layer_norms()}
+        attention = self._attention_names()
+        recurrent = {} if self.recurrent is None else self.recurrent.weight_names(h)
         for i in range(self.num_layers):
-            mixer = linear if self.is_recurrent(i) else attention
+            mixer = recurrent if self.is_recurrent(i) else attention
             names |= {f"layers.{i}.{n}": shape for n, shape in (mixer | layer).items()}
         return names
+
+    def _attention_names(self) -> dict[str, tuple[int, ...]]:
+        h, d, found = self.hidden_size, self.head_dim, dict[str, tuple[int, ...]]()
+        queries = self.num_heads * (2 if self.gated_attention else 1)
+        for proj, heads in (("q", queries), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
+            found |= _linear(f"self_attn.{proj}_proj", heads * d, h, self.qkv_bias)
+        found |= _linear("self_attn.o_proj", h, self.num_heads * d, self.out_bias)
+        if self.qk_norm:
+            own = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_heads else (1, 1)
+            found |= {f"self_attn.{n}_norm.weight": (count * d,) for n, count in zip("qk", own, strict=True)}
+        if self.attention_sinks:
+            found["self_attn.sinks"] = (self.num_heads,)
+        return found
+
+    def layer_norms(self) -> tuple[str, ...]:
+        """Those over the residual stream, without `_layernorm`."""
+        if self.post_norm:
+            return ("post_attention", "post_feedforward")
+        first = ("input", "post_attention")
+        return (*first, "pre_feedforward", "post_feedforward") if self.sandwich_norm else first
+
+
+def _linear(name: str, out: int, width: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, width)}
+    return shapes | {f"{name}.bias": (out,)} if has_bias else shapes

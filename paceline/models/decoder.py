@@ -18,9 +18,9 @@ from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
 from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
-from paceline.models.recurrent import GatedDeltaNet
 from paceline.models.quantize import bits_of, head_bits
-from paceline.models.rope import rotary_tables
+from paceline.models.recurrent import GatedDeltaNet
+from paceline.models.rope import query_scales, rotary_tables
 
 Caches = Sequence[LayerCache]  # by layer; of a recurrent one, its states
 Recur = Callable[[int, Tensor], Tensor]  # a recurrent layer's number, rows [T, hidden] -> what it adds
@@ -32,24 +32,35 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> Tensor: ...  # float32
 
 
+def sizes_of(config: ModelConfig, bits: int) -> Sizes:
+    """Of a layer whose products have that many bits."""
+    return Sizes(
+        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
+        config.rms_eps, config.qkv_bias, config.qk_norm, config.sandwich_norm, config.activation, bits,
+        has_out_bias=config.out_bias, has_ffn_bias=config.mlp_bias, has_sinks=config.attention_sinks,
+        is_norm_over_heads=config.qk_norm_over_heads, is_post_norm=config.post_norm,
+        residual_scale=config.residual_scale, is_gated=config.gated_attention,
+    )  # fmt: skip
+
+
 class Transformer(nn.Module):
     """Built by `load`: until then the weights have shapes and no numbers."""
 
     def __init__(self, config: ModelConfig, device: torch.device, bits: int = 32) -> None:
         super().__init__()
         self.config = config
-        widths, has = (config.hidden_size, config.intermediate_size), (config.qkv_bias, config.qk_norm)
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        sizes = Sizes(*widths, *heads, config.rms_eps, *has, config.sandwich_norm, config.activation, bits)
-        sizes = sizes._replace(is_gated=config.gated_attention)
+        sizes = sizes_of(config, bits)
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
             self.layers = nn.ModuleList(self._layer(i, sizes) for i in range(config.num_layers))
             self.embed_tokens = vocabulary()
             self.norm = Norm(config.hidden_size, config.rms_eps)
             self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
-        ropes = config.rope, config.rope_local or config.rope  # of layers that see everything, with a window
-        self.tables = [rotary_tables(r, config.head_dim, config.max_context).to(device) for r in ropes]
+        ropes = {config.rope_of(i) for i in range(config.num_layers)}
+        room = config.rotary_width, config.max_context
+        self.tables = {rope: rotary_tables(rope, *room).to(device) for rope in ropes}
+        scales = query_scales(config.rope, config.max_context)
+        self.query_scales = None if scales is None else scales.to(device)  # [max_context]
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
@@ -92,13 +103,15 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def final(self, hidden: Tensor) -> Tensor:
-        """The residual stream after the last layer -> what the output layer reads."""
-        return self.norm(hidden)
+        """The residual stream after the last layer -> what the output layer reads: the scale of logits is
+        that of its input."""
+        normed: Tensor = self.norm(hidden)
+        return normed if self.config.logits_scale == 1.0 else normed * self.config.logits_scale
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Residual stream [n, hidden] -> final norm and output layer, [n, vocab] float32."""
-        return self.lm_head(self.norm(hidden)).float()
+        return self.lm_head(self.final(hidden)).float()
 
     def run(
         self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int],
@@ -106,7 +119,12 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """x [..., hidden] at `positions` through the first `depth` layers, and what the stream was after the
         layers `kept`: hidden[n] after n layers, hidden[0] the embeddings."""
-        angles = [tables.at(positions) for tables in self.tables]
+        angles = {rope: tables.at(positions) for rope, tables in self.tables.items()}
+        scales = None if self.query_scales is None else self.query_scales[positions][..., None, None]
+
+        def attend_scaled(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(i, q if scales is None else q * scales.to(q.dtype), k, v)
+
         hidden = {0: x} if 0 in kept else {}
         for i in range(depth):
             layer = self.layers[i]
@@ -114,7 +132,7 @@ class Transformer(nn.Module):
                 assert recur is not None, "recurrent layers run over paged states alone"
                 x = layer.leave(x, recur(i, layer.input_layernorm(x)))
             else:
-                x = layer(x, angles[self.config.is_local(i)], partial(attend, i))
+                x = layer(x, angles[self.config.rope_of(i)], partial(attend_scaled, i))
             if i + 1 in kept:
                 hidden[i + 1] = x
         return x, hidden
@@ -139,7 +157,8 @@ class Decoder(Transformer):
         paged = TorchAttention(tensors)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return paged(q, k, v, kv[i], self.masking[i])
+            sinks = self.layers[i].self_attn.sinks
+            return paged(q, k, v, kv[i], self.masking[i]._replace(sinks=sinks))
 
         def recur(i: int, x: Tensor) -> Tensor:
             return self.layers[i].linear_attn(x, tensors, kv[i])

@@ -7,6 +7,7 @@ Two seams: how keys and values are kept and read (a layer is given `attend`), an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class Sizes(NamedTuple):
     is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
     activation: str = "silu"
     bits: int = 32  # below, products round as the CPU kernels do
+    has_out_bias: bool = False
+    has_ffn_bias: bool = False
+    is_norm_over_heads: bool = False  # one norm of queries over all heads, one of keys
+    is_post_norm: bool = False  # norms after attention and after the ffn alone
+    residual_scale: float = 1.0  # of what both add
+    has_sinks: bool = False
     is_gated: bool = False  # each query has a gate beside it, for what it has attended
 
 
@@ -106,34 +113,45 @@ class Attention(nn.Module):
         self.is_gated = sizes.is_gated
         self.q_proj = projection(sizes.heads * (2 if sizes.is_gated else 1))
         self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
-        self.o_proj = Linear.empty(sizes.heads * sizes.dim, sizes.hidden, bits=sizes.bits)
-        self.q_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
-        self.k_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
+        out = sizes.heads * sizes.dim
+        self.o_proj = Linear.empty(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
+        counts = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
+        self.q_norm, self.k_norm = (
+            Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in counts
+        )
+        self.sinks = nn.Parameter(torch.empty(sizes.heads), False) if sizes.has_sinks else None
 
     def queries(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor | None]:
         """[..., width] -> [..., heads, dim], normed and rotated; and gates, as many, if there are any."""
-        q, gates = self.q_proj(x).unflatten(-1, (-1, self.dim * (2 if self.is_gated else 1))), None
+        q, gates = self.q_proj(x), None
         if self.is_gated:
-            q, gates = q.chunk(2, -1)
-        return rotate(q if self.q_norm is None else self.q_norm(q), *angles), gates
+            q, gates = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2 * self.dim)).chunk(2, -1))
+        return self._turned(q, self.q_norm, angles), gates
 
     def output(self, attended: Tensor, gates: Tensor | None) -> Tensor:
         """[..., heads, dim] -> [..., hidden]."""
-        return self.o_proj((attended if gates is None else attended * gates.sigmoid()).flatten(-2))
+        attended = attended.flatten(-2)
+        return self.o_proj(attended if gates is None else attended * gates.sigmoid())
 
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
-        k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
-        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), v
+        keys = self._turned(self.k_proj(x), self.k_norm, angles)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
+
+    def _turned(self, x: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        """[..., n * dim] -> [..., n, dim]; a norm is over one head or over all, as wide as its weight is."""
+        if norm is not None:
+            x = norm(x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
+        return rotate(x.unflatten(-1, (-1, self.dim)), *angles)
 
 
 class DenseFfn(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.activation = sizes.activation
-        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
-        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
-        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, bits=sizes.bits)
+        self.activation, has_bias = sizes.activation, sizes.has_ffn_bias
+        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
+        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
+        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, has_bias=has_bias, bits=sizes.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -152,11 +170,12 @@ class Layer(nn.Module):
         else:
             self.linear_attn = recurrent
         self.mlp = DenseFfn(sizes) if ffn is None else ffn
-        self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
+        before = nn.Identity if sizes.is_post_norm else partial(Norm, sizes.hidden, sizes.eps)
+        self.input_layernorm: nn.Module = before()
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
-        self.is_sandwich = sizes.is_sandwich
-        if sizes.is_sandwich:
-            self.pre_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
+        self.norms_added, self.scale = sizes.is_sandwich or sizes.is_post_norm, sizes.residual_scale
+        if self.norms_added:
+            self.pre_feedforward_layernorm = before()
             self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend, inputs: Tensor | None = None) -> Tensor:
@@ -169,11 +188,14 @@ class Layer(nn.Module):
 
     def leave(self, x: Tensor, added: Tensor) -> Tensor:
         """The stream after the layer, given what attention, or what is there instead, adds to it."""
-        if not self.is_sandwich:
-            x = x + added
-            return x + self.mlp(self.post_attention_layernorm(x))
-        x = x + self.post_attention_layernorm(added)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        if not self.norms_added:
+            x = self._add(x, added)
+            return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+        x = self._add(x, self.post_attention_layernorm(added))
+        return self._add(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+
+    def _add(self, x: Tensor, added: Tensor) -> Tensor:
+        return x + (added if self.scale == 1.0 else added * self.scale)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:

@@ -14,11 +14,19 @@ from torch.nn import functional
 
 from paceline.core.types import ColumnsOf
 from paceline.models.config import RecurrentConfig
-from paceline.models.layer import Linear, rms_norm
+from paceline.models.layer import Linear, Norm
 
 # Of all slots: S [slots, heads, key, value], and the last rows before the convolution [slots, kernel - 1, mixed]
 StateCache = tuple[Tensor, Tensor]
 EPS = 1e-6  # of the norm of keys and queries
+
+
+class _Weights(nn.Module):
+    """A tensor with a name of its own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class GatedDeltaNet(nn.Module):
@@ -26,15 +34,13 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: RecurrentConfig, hidden: int, eps: float, bits: int) -> None:
         super().__init__()
-        self.config, self.eps = config, eps
+        self.config = config
         heads, width = config.value_heads, config.value_heads * config.value_dim
         self.in_proj_qkv = Linear.empty(hidden, config.mixed_width, bits=bits)
         self.in_proj_z, self.in_proj_b, self.in_proj_a = (
             Linear.empty(hidden, size, bits=bits) for size in (width, heads, heads)
         )
-        self.conv1d, self.norm = nn.Module(), nn.Module()
-        self.conv1d.weight = nn.Parameter(torch.empty(config.mixed_width, 1, config.kernel))
-        self.norm.weight = nn.Parameter(torch.empty(config.value_dim))
+        self.conv1d, self.norm = _Weights(config.mixed_width, 1, config.kernel), Norm(config.value_dim, eps)
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads)) for _ in range(2))
         self.out_proj = Linear.empty(width, hidden, bits=bits)
 
@@ -61,7 +67,7 @@ class GatedDeltaNet(nn.Module):
                 states[target], tails[target] = state, tail
         read = torch.stack(found)  # [T, heads, value]
         gates = functional.silu(z.float()).view_as(read)
-        normed = rms_norm(read, self.norm.weight.float(), self.eps) * gates
+        normed = self.norm(read) * gates
         return self.out_proj(normed.flatten(1).to(x.dtype))
 
     def _convolved(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.heads import target_hash
 from paceline.models.decoder import Transformer
@@ -170,6 +171,8 @@ def prepare(
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
+    if checkpoint.config.attention_sinks:
+        raise ConfigError("a head of a model with attention sinks cannot be trained; use lookup or a draft model")
     target = Target.load(checkpoint, dtype=dtype, device=str(device), context=recipe.max_length + ROUND)
     name, digest = checkpoint.name, texts.digest()
     return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank)

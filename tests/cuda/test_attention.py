@@ -75,7 +75,9 @@ class Case(NamedTuple):
         names["request_of"] = torch.arange(len(names["prefix_lens"])).repeat_interleave(
             names["starts"].diff()
         )
-        plain = TorchAttention(ColumnsOf(**names, rows=torch.empty(0), states_in=torch.empty(0), states_out=torch.empty(0)))
+        plain = TorchAttention(
+            ColumnsOf(**names, rows=torch.empty(0), states_in=torch.empty(0), states_out=torch.empty(0))
+        )
         q, keys, values = self.q.cpu().float(), self.keys.cpu().float(), self.values.cpu().float()
         return torch.cat([plain._attend(q, keys, values, span, masking) for span in plain.spans])
 
