@@ -61,12 +61,18 @@ class CpuDecoder:
         self._query_scales = query_scales(config.rope, room)
         # the scale of logits is that of their norm
         self._norm = tensors["norm.weight"] * config.logits_scale
-        self._layers = numbers(self._layer(i) for i in range(config.num_layers))
+        self._attending = [i for i in range(config.num_layers) if not config.is_recurrent(i)]
+        self._kept: list[torch.Tensor] = []
+        self._rows: list[array[int]] = []
+        layers = [self._layer(i) for i in range(config.num_layers)]
+        self._layers = numbers(layers)
         self.model = self._describe()
         self._model = numbers(self.model)
         self._team = Team()
-        widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        widths = (config.hidden_size, config.intermediate_size, *(layer.width for layer in layers))
         self._widest = padded(max(widths), COLUMNS)
+        self._wide = max(max(layer.qkv.n, layer.gate_up.n) for layer in layers)
+        self._narrow = max(max(layer.out.n, layer.down.n) for layer in layers)
         self._workspace = Workspace(self._sizes, self._work)
         self._outputs, self._features = Recycled(), Recycled()
         self._caches, self._picked = array("q"), array("q", [0])
@@ -80,6 +86,8 @@ class CpuDecoder:
         """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
         config = source.config
         sizes = {"heads": config.head_dim, "layers": config.hidden_size, "MLPs": config.intermediate_size}
+        if (own := config.recurrent) is not None:
+            sizes |= {"recurrent keys": own.key_dim, "recurrent values": own.value_dim}
         for what, size in sizes.items():
             if size % MULTIPLE:
                 need = f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}"
@@ -121,11 +129,35 @@ class CpuDecoder:
         if config.sandwich_norm or config.post_norm:  # of these, post-norm models have no norm of the input
             after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
-        out, inner = linear("out", config.num_heads * config.head_dim), config.intermediate_size
+        width, inner = config.num_heads * config.head_dim, config.intermediate_size
+        gates = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.gated_attention else 0
+        if config.recurrent is not None and config.is_recurrent(i):
+            width, gates = config.recurrent.value_heads * config.recurrent.value_dim, 0
+        out = linear("out", width)
         mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
-        return LayerRow(
-            norm("input_layernorm"), 0, *heads, out, after, *mlp, self._at(f"layers.{i}.self_attn.sinks")
-        )
+        more = self._at(f"layers.{i}.self_attn.sinks"), width, gates, self._recurrent(i, heads[0].n)
+        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp, *more)
+
+    def _recurrent(self, i: int, stride: int) -> int:
+        """Where what the kernel must know of a recurrent layer lies; 0 if it attends. stride: of a row of its
+        first product."""
+        if self.config.recurrent is None or not self.config.is_recurrent(i):
+            return 0
+        from paceline.cpu.recurrent import Recurrent, recur
+
+        def kept(tensor: torch.Tensor) -> int:
+            self._kept.append(tensor.contiguous())
+            return self._kept[-1].data_ptr()
+
+        sizes, own = self.config.recurrent, {
+            name: self.tensors[f"layers.{i}.linear_attn.{name}"] for name in ("conv1d.weight", "A_log", "dt_bias")
+        }  # fmt: skip
+        shape = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.kernel
+        weights = kept(own["conv1d.weight"][:, 0].T), kept(-own["A_log"].exp()), own["dt_bias"].data_ptr()
+        norm = self._at(f"layers.{i}.linear_attn.norm.weight")
+        row = Recurrent(entry_of(recur, 7), *shape, stride, *weights, norm, float(self.config.rms_eps))
+        self._rows.append(numbers(row))
+        return self._rows[-1].buffer_info()[0]
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
@@ -174,7 +206,7 @@ class CpuDecoder:
         residual stream before it goes, or 0."""
         self._team.notice()
         columns, num_rows = batch.columns, len(batch.columns.rows)
-        ids, positions, slots, parents, request_of, _, tables, prefixes, rows, *_ = batch.addresses()
+        ids, positions, slots, parents, request_of, _, tables, prefixes, rows, *states = batch.addresses()
         if num_rows > len(self._picked):
             self._picked = array("q", [0] * num_rows)
         self._check(batch, kv)
@@ -188,7 +220,7 @@ class CpuDecoder:
             len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes,
             batch.num_requests, max_blocks, batch.block_size, span, caches, rows, num_rows,
             taps.buffer_info()[0], depth, picked if batch.picks is not None else 0, draw,
-            choices.buffer_info()[0],
+            choices.buffer_info()[0], *states,
         )  # fmt: skip
         logits, threads = self._outputs.take(num_rows, self.model.head.n), num_threads()
         places = batch.num_requests * max_blocks * batch.block_size
@@ -215,7 +247,9 @@ class CpuDecoder:
         """Kernels read and write where they are told: nothing may lie outside the tables and the cache."""
         columns, config = batch.columns, self.config
         assert max(columns.positions) < config.max_context, "a position beyond the rotary tables"
-        assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
+        assert max(columns.slots) < kv[self._attending[0]][0].shape[0], "a slot beyond the cache"
+        if config.recurrent is not None:
+            assert len(columns.states_in) == len(columns.slots), "a row goes on from a state"
         assert max(columns.input_ids) < config.vocab_size, "a token beyond the vocabulary"
         room = len(columns.block_tables) // batch.num_requests * batch.block_size
         assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
@@ -225,7 +259,7 @@ class CpuDecoder:
             return
         kept = torch.float32 if self.bits == 32 else torch.int8
         shapes = [(config.num_kv_heads, width // kept.itemsize) for width in self._kv_widths()]
-        for cache in kv:
+        for cache in (kv[i] for i in self._attending):
             for tensor, shape in zip(cache, shapes, strict=True):
                 assert tensor.is_contiguous(), "the cache is contiguous"
                 assert tensor.dtype is kept, f"keys and values are {kept}"
@@ -237,14 +271,14 @@ class CpuDecoder:
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
-        config, widest, layer = self.config, self._widest, self._layer(0)
+        config, widest, recurrent = self.config, self._widest, self.config.recurrent
         together = threads * TOGETHER * config.num_heads // config.num_kv_heads
         queries = max(min(rows, FEW_ROWS) * config.num_heads, together)
         return {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
-            "wide": rows * max(layer.qkv.n, layer.gate_up.n) * 4,
-            "narrow": rows * max(layer.out.n, layer.down.n) * 4,
+            "wide": rows * self._wide * 4,
+            "narrow": rows * self._narrow * 4,
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
@@ -260,4 +294,6 @@ class CpuDecoder:
             "found": BATCH * threads * 16,
             "near": BATCH * config.vocab_size * 4,
             "masses": BATCH * PIECES * 8,
+            "state": 0 if recurrent is None else recurrent.state_bytes,
+            "tail": 0 if recurrent is None else recurrent.tail_bytes,
         }

@@ -46,6 +46,8 @@ class Pass(NamedTuple):
     picked: int  # address of [num_outputs]: the token chosen, -1 where logits are not finite; 0: not wanted
     draw: int  # entry of draw.py's kernel; 0: all are greedy
     choices: int  # address of [num_outputs] Pick
+    states_in: int = 0  # of models with recurrent layers
+    states_out: int = 0
 
 
 pass_at, model_at, work_at = struct(Pass), struct(Model), struct(Work)
@@ -94,9 +96,14 @@ def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any
             put_norms(put, share, b.rows, m, w, layer.input_norm)
             multiply(product, share, layer.qkv, w, w.wide, b.rows)
             ask(share, layer.out, size)
-            place(share, b, m, layer, w, keys, values)
-            barrier(share)
-            attend(share, b, m, layer, w, keys, values)
+            if layer.recurrent != 0:  # by its entry, which comes first in what lies there
+                entry = carray(int_pointer(layer.recurrent), 1)[0]
+                numbers = share.part, share.threads, given[0], given[2], layer.recurrent, keys, values
+                invoke(entry, numbers)
+            else:
+                place(share, b, m, layer, w, keys, values)
+                barrier(share)
+                attend(share, b, m, layer, w, keys, values)
             leave_layer(product, put, size, share, b.rows, m, layer, w)
         _tap(share, b, m, w, b.depth)
         ask(share, m.head, head_size)

@@ -14,7 +14,7 @@ from numba import carray
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize
+from paceline.cpu.rows import add, copy, fill, gate, normalize, open_gates
 from paceline.cpu.sync import barrier, range_of, wanted_by
 from paceline.models.quantize import DOT_ROWS
 
@@ -67,6 +67,9 @@ class LayerRow(NamedTuple):
     down: Matrix
     after_mlp: int
     sinks: int = 0  # [num_heads] scores that weigh and have no value
+    width: int = 0  # of what `out` reads; 0: that of all heads
+    gates: int = 0  # the column of `wide` from which what was attended is gated; 0: it is not
+    recurrent: int = 0  # address of a recurrent.Recurrent; 0: the layer attends
 
 
 class Work(NamedTuple):
@@ -95,6 +98,8 @@ class Work(NamedTuple):
     found: int = 0  # of draw.py, for each of a few rows: [threads, 2] a float64 score and a token, or a count
     near: int = 0  # [vocab] int32: tokens near the best
     masses: int = 0  # [PIECES] float64: sums of probabilities
+    state: int = 0  # of a recurrent layer, after a row that leaves none
+    tail: int = 0
 
 
 LAYER_BYTES = 8 * size_of(LayerRow)
@@ -177,12 +182,15 @@ def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def
 def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
     """From `ready`, which is what attention found, to the residual stream after the layer. size: SIZES of
     the product."""
-    width = m.num_heads * m.dim
+    width = m.num_heads * m.dim if layer.width == 0 else layer.width
     blocks = (width + COLUMNS - 1) // COLUMNS
     barrier(share)
     for item in range(share.part, rows * blocks, share.threads):
         row, first = item // blocks, item % blocks * COLUMNS
         ready = w.ready + row * w.widest * 4
+        if layer.gates != 0:
+            at = first * 4
+            open_gates(ready + at, w.wide + (row * layer.qkv.n + layer.gates) * 4 + at, min(COLUMNS, width - first))
         fill(ready, max(first, width), first + COLUMNS)
         put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)

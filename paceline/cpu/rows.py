@@ -36,6 +36,18 @@ def gate_lanes(emit: Emitter, is_gelu: int, gate: Any, up: Any, out: Any, count:
         emit.store(value, emit.offset(out, step))
 
 
+@instruction()
+def open_gates(emit: Emitter, x: Any, gates: Any, count: Any) -> None:
+    """x *= sigmoid(gates) over `count` floats, a multiple of 16."""
+    builder = emit.builder
+    with emit.loop(builder.sdiv(count, emit.const(LANES))) as turn:
+        step = emit.times(turn, 4 * LANES)
+        shut = emit.exponential(builder.fneg(emit.load(emit.offset(gates, step), floats(LANES))))
+        here = emit.offset(x, step)
+        opened = builder.fdiv(emit.load(here, floats(LANES)), builder.fadd(emit.constant(1.0, LANES), shut))
+        emit.store(opened, here)
+
+
 @instruction(constants=1)
 def quantize_lanes(emit: Emitter, group: int, x: Any, out: Any, scale_at: Any, sum_at: Any) -> None:
     """int8 = round(x / s), s = max|x| / 127 over `group` floats; stores s times REBASE and the sum."""

@@ -37,7 +37,11 @@ LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-VECTORS = ("norm.weight", "self_attn.sinks")  # how the names of what stays as it is end
+RECURRENT = {
+    "qkv": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
+    "out": ("linear_attn.out_proj",),
+}
+VECTORS = ("norm.weight", "self_attn.sinks", "conv1d.weight", "dt_bias", "A_log")  # how the names of what stays as it is end
 CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
@@ -69,7 +73,7 @@ def cache_path(source: Checkpoint, bits: int) -> Path:
 def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
     """Every product of the model: its name, the tensors whose rows it stacks, its bits."""
     for i in range(config.num_layers):
-        for name, parts in LINEARS.items():
+        for name, parts in (LINEARS | RECURRENT if config.is_recurrent(i) else LINEARS).items():
             yield f"layers.{i}.{name}", [f"layers.{i}.{part}" for part in parts], bits
     yield "embedding", ["embed_tokens"], head_bits(bits)
     if not config.tie_embeddings:
@@ -80,6 +84,14 @@ def gate_up_order(inner: int) -> list[int]:
     """64 rows of the gate, then the 64 that they gate, and so on: a thread needs its own outputs next."""
     blocks = [range(start, min(start + GATE_ROWS, inner)) for start in range(0, inner, GATE_ROWS)]
     return [row + half for block in blocks for half in (0, inner) for row in block]
+
+
+def gated_order(config: ModelConfig) -> list[int]:
+    """Queries, keys and values, then the gates of queries, which stand behind each query's rows in files."""
+    dim, count = config.head_dim, config.num_heads
+    heads = [range((2 * head + half) * dim, (2 * head + half + 1) * dim) for half in (0, 1) for head in range(count)]
+    rest = range(2 * count * dim, (2 * count + 2 * config.num_kv_heads) * dim)
+    return [row for part in (*heads[:count], rest, *heads[count:]) for row in part]
 
 
 def pack_model(source: Checkpoint, bits: int) -> Tensors:
@@ -112,6 +124,8 @@ def _rows(source: Checkpoint, to: str, parts: list[str]) -> Iterator[torch.Tenso
     for first in range(0, count, step):
         rows = ALL if step == count else slice(first, min(first + step, count))
         weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in parts])
+        if to.endswith("qkv") and source.config.gated_attention and "q_proj" in parts[0]:
+            weight = weight[gated_order(source.config)]
         yield weight[gate_up_order(len(weight) // 2)] if to.endswith("gate_up") else weight
 
 

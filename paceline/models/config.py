@@ -59,10 +59,19 @@ class RecurrentConfig:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
+    def state_bytes(self) -> int:
+        """Of a layer's matrices, in float32."""
+        return 4 * self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of the rows that a layer's convolution will still see."""
+        return 4 * (self.kernel - 1) * self.mixed_width
+
+    @property
     def num_bytes(self) -> int:
         """Of one version of all layers' states."""
-        matrices = self.value_heads * self.key_dim * self.value_dim
-        return 4 * sum(self.layers) * (matrices + (self.kernel - 1) * self.mixed_width)
+        return sum(self.layers) * (self.state_bytes + self.tail_bytes)
 
     def weight_names(self, hidden: int) -> dict[str, tuple[int, ...]]:
         heads, width = self.value_heads, self.value_heads * self.value_dim
