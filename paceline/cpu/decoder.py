@@ -130,7 +130,9 @@ class CpuDecoder:
             after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
         width, inner = config.num_heads * config.head_dim, config.intermediate_size
-        gates = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.gated_attention else 0
+        gates = (
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.gated_attention else 0
+        )
         if config.recurrent is not None and config.is_recurrent(i):
             width, gates = config.recurrent.value_heads * config.recurrent.value_dim, 0
         out = linear("out", width)

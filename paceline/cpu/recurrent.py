@@ -86,10 +86,7 @@ def _step(r, row, head):  # type: ignore[no-untyped-def]
 def _advance(r, state, to, step, q_at, k_at, v_at, out_at):  # type: ignore[no-untyped-def]
     """A head's state after a row, and what the row reads of it. `to` may be `state`; the value is used up."""
     (decay, rate), keys, values = step, r.key_dim, r.value_dim
-    old, new = (
-        carray(float_pointer(state), (keys, values)),
-        carray(float_pointer(to), (keys, values)),
-    )
+    old, new = (carray(float_pointer(state), (keys, values)), carray(float_pointer(to), (keys, values)))
     q, k = carray(float_pointer(q_at), keys), carray(float_pointer(k_at), keys)
     v, out = carray(float_pointer(v_at), values), carray(float_pointer(out_at), values)
     fill(out_at, 0, values)
