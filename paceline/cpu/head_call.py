@@ -90,6 +90,8 @@ class Entry(NamedTuple):
     balance: int  # address of a factor for each column of its input
     is_normed_residual: bool
     is_normed_output: bool
+    embed_norm: int = 0  # addresses of what tokens' embeddings, and features after `feature_norm`, are
+    source_norm: int = 0  # normed with before that product; 0: neither is
 
 
 class Block(NamedTuple):

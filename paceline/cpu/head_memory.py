@@ -24,9 +24,16 @@ from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Taps, address
 from paceline.cpu.sync import num_threads
-from paceline.heads.config import DflashConfig, DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.heads.config import (
+    DflashConfig,
+    DraftConfig,
+    Eagle1Config,
+    EagleConfig,
+    LayeredConfig,
+    MtpConfig,
+)
 from paceline.heads.rows import Feed, Row, Sampler
-from paceline.loaders.packed import gate_up_order
+from paceline.loaders.packed import gate_up_order, gated_order
 from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
@@ -81,7 +88,9 @@ class Memory:
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None, order: Sequence[int] = ()
     ) -> Matrix:
         whole = torch.cat([w.float() for w in weights])
-        weight, its_bias = pack_linear(whole[list(order)] if order else whole, bias, 8)
+        if order:
+            whole, bias = whole[list(order)], None if bias is None else bias[list(order)]
+        weight, its_bias = pack_linear(whole, bias, 8)
         self.kept += [weight, its_bias]
         return Matrix(weight.data_ptr(), its_bias.data_ptr(), padded(whole.shape[1], COLUMNS), len(its_bias))
 
@@ -98,7 +107,11 @@ class Memory:
         bias = torch.cat([torch.zeros(len(weight)), torch.full((missing,), fill)])
         return self.matrix([torch.nn.functional.pad(weight.float(), (0, 0, 0, missing))], bias)
 
-    def layer(self, tensors: Tensors, prefix: str, inner: int, cos: int, sin: int) -> LayerRow:
+    def layer(self, tensors: Tensors, prefix: str, config: LayeredConfig, cos: int, sin: int) -> LayerRow:
+        heads, inner = (config.num_heads, config.num_kv_heads, config.head_dim), config.intermediate_size
+        is_gated = isinstance(config, MtpConfig) and config.is_gated
+        gates = (heads[0] + 2 * heads[1]) * heads[2] if is_gated else 0
+
         def norm(name: str) -> int:
             return self.vector(tensors[prefix + name]) if prefix + name in tensors else 0
 
@@ -109,19 +122,20 @@ class Memory:
 
         return LayerRow(
             norm("input_layernorm.weight"), norm("hidden_norm.weight"),
-            linear(*(f"self_attn.{name}_proj" for name in "qkv")),
+            linear(*(f"self_attn.{name}_proj" for name in "qkv"), order=gated_order(*heads) if is_gated else ()),
             norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight"), cos, sin, 0,
             linear("self_attn.o_proj"), 0, norm("post_attention_layernorm.weight"),
             linear("mlp.gate_proj", "mlp.up_proj", order=gate_up_order(inner)), linear("mlp.down_proj"), 0,
+            gates=gates,
         )  # fmt: skip
 
     def describe(
         self, config: LayeredConfig, prefixes: Sequence[str], tensors: Tensors, target: CpuDecoder
     ) -> Model:
         """A head whose layers' tensors have these prefixes; its tokens are embedded as the target's."""
-        tables = rotary_tables(config.rope, config.head_dim, target.config.max_context)
+        tables = rotary_tables(config.rope, config.rotary_width, target.config.max_context)
         cos, sin, inner = self.vector(tables.cos), self.vector(tables.sin), config.intermediate_size
-        rows = [self.layer(tensors, prefix, inner, cos, sin) for prefix in prefixes]
+        rows = [self.layer(tensors, prefix, config, cos, sin) for prefix in prefixes]
         self.tables.append(numbers(rows))
         norm = self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0
         head, at = self.output(tensors["lm_head.weight"]), self.tables[-1].buffer_info()[0]
@@ -129,7 +143,9 @@ class Memory:
         model = model._replace(hidden=config.hidden_size, inner=inner, vocab=config.draft_vocab_size)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
-        model = model._replace(rotary=dim, is_norm_over_heads=False, query_scales=0, residual_scale=1.0)
+        model = model._replace(
+            rotary=config.rotary_width, is_norm_over_heads=False, query_scales=0, residual_scale=1.0
+        )
         return model._replace(eps=float(config.rms_eps), is_gelu=False)
 
 
@@ -171,19 +187,21 @@ class LayeredHead:
         if "fc.weight" in tensors:
             fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
         kind, normed, prefixes = head_call.PLAIN, (False, False), ["midlayer."]
+        is_mtp = isinstance(config, MtpConfig)
         rank = config.markov_rank if isinstance(config, DflashConfig) else 0
         if isinstance(config, (DraftConfig, DflashConfig)):
             prefixes = [f"layers.{i}." for i in range(config.num_layers)]
         if isinstance(config, EagleConfig):
             kind, normed = head_call.EAGLE_3, (config.norm_before_residual, config.norm_output)
         elif isinstance(config, Eagle1Config):
-            kind = head_call.EAGLE_1
+            kind, normed = head_call.EAGLE_1, (False, is_mtp)
         self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
         feature_norm = memory.vector(norm) if norm is not None else 0
-        self._entry = Entry(kind, max(len(self.layers), 1), feature_norm, fuse, balance, *normed)
+        norms = [memory.vector(tensors[f"{n}_norm.weight"]) for n in ("embed", "hidden") if is_mtp]
+        self._entry = Entry(kind, max(len(self.layers), 1), feature_norm, fuse, balance, *normed, *norms)
         hidden, queries = config.hidden_size, config.num_heads * config.head_dim
         widest = max(fuse.k, rank, 2 * hidden, config.intermediate_size, queries)
-        qkv = queries + 2 * config.num_kv_heads * config.head_dim
+        qkv = 2 * queries + 2 * config.num_kv_heads * config.head_dim  # gates counted, where there are any
         wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
         self._room = Room(widest, hidden, wide, hidden, self.threads)
 

@@ -89,6 +89,8 @@ def put_features(e, sources, norm, first, m, w, row, rows):  # type: ignore[no-u
             normalize(sources[i], norm, to, m.hidden, m.eps)
         else:
             copy(sources[i], to, m.hidden)
+        if e.source_norm != 0:
+            normalize(to, e.source_norm, to, m.hidden, m.eps)
     x, factors = carray(float_pointer(ready), width), carray(float_pointer(e.balance), width)
     for i in range(width):
         x[i] *= factors[i]
@@ -105,7 +107,10 @@ def _enter(share, c, r, is_fused):  # type: ignore[no-untyped-def]
     for row in range(share.part, r.num, share.threads):
         if has_product:
             if first:
-                embed_row(m, tokens[row], w.ready + row * w.widest * 4)
+                ready = w.ready + row * w.widest * 4
+                embed_row(m, tokens[row], ready)
+                if e.embed_norm != 0:
+                    normalize(ready, e.embed_norm, ready, m.hidden, m.eps)
             put_features(e, sources[row], norm, first, m, w, row, r.num)
         elif e.kind == EAGLE_3:
             copy(sources[row, 0], w.h + row * m.hidden * 4, m.hidden)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.errors import ConfigError
 from paceline.core.types import Request, Seen
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import Growth
@@ -21,7 +22,8 @@ from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Reader
 from paceline.heads.config import Eagle1Config, MlpSpeculatorConfig
 from paceline.heads.rows import Feed, Guesses, Node, Sampler
 from paceline.heads.torch_heads import TorchMlpHead
-from paceline.loaders.head_files import HeadInput
+from paceline.loaders.head_files import Head, HeadInput
+from paceline.loaders.mtp import mtp_head
 
 CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
 
@@ -103,6 +105,20 @@ class Eagle(HeadDrafter):
             text = self.texts.live.get(request.id)
             if text is not None and text.has_begun:
                 text.skip(request.cache.num_cached) if num_read is None else text.take(num_read)
+
+
+class Mtp(Eagle):
+    """A module of the target's own checkpoint, trained with it to predict one token further; it drafts more
+    by reading its own output."""
+
+    name = "mtp"
+
+    def _open(self, config: HeadDrafterConfig, context: DrafterContext) -> Head:
+        if config.model:
+            raise ConfigError(
+                f"model is {config.model!r:.80}; mtp is in the target's own files, leave it out"
+            )
+        return mtp_head(context.checkpoint)
 
 
 class MlpSpeculator(Eagle):

@@ -71,14 +71,17 @@ class HeadDrafter(Drafter):
         super().__init__(config)
         # the chance below which a chain is not drafted on; a policy may raise it
         self.least = self.floor = config.confidence_threshold
-        folder = config.model or registry.shipped_folder(self.name, context.checkpoint)
-        self.head = _with_layers(open_head(folder, context.checkpoint, (self.name,)), config.hidden_layers)
+        self.head = _with_layers(self._open(config, context), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
         self.usual = self.head.config.first_accepted  # what a warning compares with
         self._vocab, ids = context.executor.config.vocab_size, self.head.tensors.get("draft_ids")
         self._ids = None if ids is None else ids.to(context.executor.device)
         self._offers_on_device = context.executor.backend.is_async
         self._tree: TreeConfig = config
+
+    def _open(self, config: HeadDrafterConfig, context: DrafterContext) -> Head:
+        folder = config.model or registry.shipped_folder(self.name, context.checkpoint)
+        return open_head(folder, context.checkpoint, (self.name,))
 
     def _limit_depth(self, most: int) -> None:
         """The head drafts no deeper than this."""

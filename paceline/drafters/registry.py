@@ -16,6 +16,7 @@ from paceline.core.options import from_options, nearest, require
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.loaders.fields import read_json
 from paceline.loaders.heads import target_hash
+from paceline.loaders.mtp import dialect_of
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ DRAFTERS = {
     "early_exit": "paceline.drafters.draft_model:EarlyExit",
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",  # as vLLM names it
+    "mtp": "paceline.drafters.eagle:Mtp",
     "mlp_speculator": "paceline.drafters.eagle:MlpSpeculator",
     "draft": "paceline.drafters.eagle:Distilled",
     "medusa": "paceline.drafters.parallel:Medusa",
@@ -80,7 +82,7 @@ def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | Non
         what = f"speculative_config head is {wanted!r}, and no such head is shipped for {target.name}"
         raise ConfigError(f"{what}; leave it out, or name a folder: {example}")
     if found is None:
-        return None
+        return {"method": "mtp", "num_speculative_tokens": LENGTH} if wanted and dialect_of(target) else None
     return {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
 
 

@@ -65,7 +65,7 @@ class AttendingHead(TorchHead):
         dtype = decoder.embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
         super().__init__(config, tensors, device, dtype)
         room = decoder.config.max_context + ahead
-        self._tables = rotary_tables(config.rope, config.head_dim, room).to(device)
+        self._tables = rotary_tables(config.rope, config.rotary_width, room).to(device)
 
     def place(self) -> TorchPlace:
         shape = (2, self.module.num_layers, 0, self.config.num_kv_heads, self.config.head_dim)

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.options import from_options, is_whole, nearest, require
 from paceline.models.config import RopeConfig
 
-Kind = Literal["eagle", "medusa", "dflash", "draft", "mlp_speculator"]
+Kind = Literal["eagle", "medusa", "dflash", "draft", "mlp_speculator", "mtp"]
 FORMAT = 1
 TRUNK = "trunk."  # before the names of a trunk's tensors
 LARGE = 1 << 24
@@ -71,6 +71,11 @@ class LayeredConfig(HeadConfig):
     intermediate_size: int
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False  # queries and keys are normed
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that turn."""
+        return self.head_dim
 
     def __post_init__(self) -> None:
         HeadConfig.__post_init__(self)
@@ -178,6 +183,22 @@ class Eagle1Config(LayeredConfig):
 
     kind: ClassVar[Kind] = "eagle"
     has_fc_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig(Eagle1Config):
+    """A module of the target's own checkpoint (multi-token prediction): as EAGLE-1, with norms of both
+    inputs and at the layer's ends; what follows reads its output after the last. The layer is as the
+    target's are."""
+
+    kind: ClassVar[Kind] = "mtp"
+    has_bias: bool = False  # queries, keys and values
+    is_gated: bool = False
+    rotary_dim: int = 0
+
+    @property
+    def rotary_width(self) -> int:
+        return self.rotary_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,10 @@ def sizes_of(config: configs.LayeredConfig) -> Sizes:
     """Of one of its layers."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     widths = config.hidden_size, config.intermediate_size
-    return Sizes(*widths, *heads, config.rms_eps, has_qk_norm=config.qk_norm)
+    sizes = Sizes(*widths, *heads, config.rms_eps, has_qk_norm=config.qk_norm)
+    if isinstance(config, configs.MtpConfig):
+        return sizes._replace(has_bias=config.has_bias, is_gated=config.is_gated)
+    return sizes
 
 
 class HeadModule(nn.Module):
@@ -93,6 +96,24 @@ class Eagle1(ChainModule):
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
         return self.midlayer(self.fc(torch.cat([embedded, source], -1)), angles, partial(attend, 0))
+
+
+class Mtp(ChainModule):
+    """A module of the target's own: both inputs normed and fused, a layer as the target's, a norm."""
+
+    def __init__(self, config: configs.MtpConfig) -> None:
+        super().__init__(config)
+        d = config.hidden_size
+        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(sizes_of(config))
+        self.embed_norm, self.hidden_norm, self.norm = (Norm(d, config.rms_eps) for _ in range(3))
+
+    def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
+        inputs = torch.cat([self.embed_norm(embedded), self.hidden_norm(source)], -1)
+        return self.midlayer(self.fc(inputs), angles, partial(attend, 0))
+
+    def finish(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        return normed, normed
 
 
 class Draft(ChainModule):
@@ -202,6 +223,7 @@ class MlpSpeculator(HeadModule):
 MODULES: dict[type[configs.HeadConfig], Any] = {
     configs.EagleConfig: Eagle,
     configs.Eagle1Config: Eagle1,
+    configs.MtpConfig: Mtp,
     configs.DraftConfig: Draft,
     configs.DflashConfig: Dflash,
     configs.MedusaConfig: Medusa,

@@ -70,12 +70,14 @@ def _check(head: Head, target: Checkpoint) -> None:
 
 
 def target_hash(checkpoint: Checkpoint) -> str:
-    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer."""
+    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer that attends."""
     config = checkpoint.config
     layers = (config.num_layers, config.num_heads, config.num_kv_heads)
     sizes = (config.family, config.vocab_size, config.hidden_size, *layers)
     digest = hashlib.sha256(repr(sizes).encode())
-    for name in ("norm.weight", *(f"layers.{i}.self_attn.k_proj.weight" for i in (0, config.num_layers - 1))):
+    attending = [i for i in range(config.num_layers) if not config.is_recurrent(i)]
+    ends = attending[0], attending[-1]
+    for name in ("norm.weight", *(f"layers.{i}.self_attn.k_proj.weight" for i in ends)):
         digest.update(checkpoint.tensor(name).to(torch.float16).contiguous().numpy().tobytes())
     return digest.hexdigest()
 

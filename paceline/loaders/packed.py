@@ -86,11 +86,11 @@ def gate_up_order(inner: int) -> list[int]:
     return [row + half for block in blocks for half in (0, inner) for row in block]
 
 
-def gated_order(config: ModelConfig) -> list[int]:
-    """Queries, keys and values, then the gates of queries, which stand behind each query's rows in files."""
-    dim, count = config.head_dim, config.num_heads
+def gated_order(count: int, num_kv_heads: int, dim: int) -> list[int]:
+    """Queries, keys and values, then the gates of queries, which stand behind each query's rows in files.
+    count: of query heads."""
     heads = [range((2 * head + half) * dim, (2 * head + half + 1) * dim) for half in (0, 1) for head in range(count)]
-    rest = range(2 * count * dim, (2 * count + 2 * config.num_kv_heads) * dim)
+    rest = range(2 * count * dim, (2 * count + 2 * num_kv_heads) * dim)
     return [row for part in (*heads[:count], rest, *heads[count:]) for row in part]
 
 
@@ -125,7 +125,8 @@ def _rows(source: Checkpoint, to: str, parts: list[str]) -> Iterator[torch.Tenso
         rows = ALL if step == count else slice(first, min(first + step, count))
         weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in parts])
         if to.endswith("qkv") and source.config.gated_attention and "q_proj" in parts[0]:
-            weight = weight[gated_order(source.config)]
+            config = source.config
+            weight = weight[gated_order(config.num_heads, config.num_kv_heads, config.head_dim)]
         yield weight[gate_up_order(len(weight) // 2)] if to.endswith("gate_up") else weight
 
 

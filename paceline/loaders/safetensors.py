@@ -38,6 +38,8 @@ class StoredTensor(NamedTuple):
 class SafetensorsCheckpoint:
     """One model folder."""
 
+    stored: dict[str, StoredTensor]  # every tensor of its files, by its name there
+
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         if not (path / "config.json").is_file():
@@ -46,18 +48,18 @@ class SafetensorsCheckpoint:
         values = _optional_fields(path / "config.json")
         self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
-        self._found = tensors_of(files)
-        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self._found), "model.")
-        head = next((head for head in HEADS if head in self._found), HEADS[0])
+        self.stored = tensors_of(files)
+        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self.stored), "model.")
+        head = next((head for head in HEADS if head in self.stored), HEADS[0])
         self._names = {
             weight: head if weight == "lm_head.weight" else prefix + stored_name(self.config, weight)
             for weight in self.config.weight_names()
         }
         self._firsts, _ = fields.place_rows(self.config, self._names)
-        check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
+        check_weights(path, self.config, self._names, self.stored, layers=prefix + "layers.")
         for tensor in self._names.values():
-            if self._found[tensor].dtype not in TYPES:
-                kind, known = self._found[tensor].dtype, ", ".join(TYPES)
+            if self.stored[tensor].dtype not in TYPES:
+                kind, known = self.stored[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
         sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
@@ -68,9 +70,9 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         stored, count = self._names[name], self.config.weight_names()[name][0]
-        if count < self._found[stored].shape[0]:
+        if count < self.stored[stored].shape[0]:
             rows = fields.rows_at(self._firsts[name], count, rows)
-        weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
+        weight = read_tensor(self.stored[stored].file, stored, rows).to(torch.float32)
         is_offset = self.config.family in ("gemma3", "qwen3_5") and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
 
