@@ -53,9 +53,14 @@ DIALECTS = {
 OFFSET = ("qwen3_5",)  # families whose norms are stored as w and multiply as 1 + w
 
 
+def _stored(target: Checkpoint) -> Mapping[str, StoredTensor]:
+    """All tensors of its files, where those are safetensors."""
+    return getattr(target, "stored", {})
+
+
 def dialect_of(target: Checkpoint) -> str | None:
     """Of the module that the target's files hold, if they do and our heads can run it."""
-    stored: Mapping[str, StoredTensor] = getattr(target, "stored", {})
+    stored = _stored(target)
     found = (n for n, names in DIALECTS.items() if names.stored("fc.weight") in stored)
     dialect = next(found, None)
     has_dense = dialect and DIALECTS[dialect].stored("midlayer.mlp.down_proj.weight") in stored
@@ -75,7 +80,7 @@ def mtp_head(target: Checkpoint) -> Head:
         qk_norm=model.qk_norm, has_bias=model.qkv_bias, is_gated=model.gated_attention,
         rotary_dim=model.rotary_dim,
     )  # fmt: skip
-    names, stored = DIALECTS[dialect], target.stored
+    names, stored = DIALECTS[dialect], _stored(target)
     shapes = tensor_shapes(config)
     wanted = {names.stored(name): shape for name, shape in shapes.items()}
     check_shapes(target.path, {name: stored[name].shape for name in wanted if name in stored}, wanted)
