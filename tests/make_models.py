@@ -30,6 +30,8 @@ OTHER_FAMILIES = (
     "granite",
     "llama_biased",
 )
+GGUF_ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}
+PERMUTED = ("llama", "smollm3", "mistral3", "granite")  # as llama.cpp's conversion has it
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
 CHAT_TEMPLATE = (
@@ -224,7 +226,7 @@ def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
     import gguf
 
     config = json.loads((from_folder / "config.json").read_text())
-    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config["model_type"], config["model_type"])
+    arch = GGUF_ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     _add_config(writer, config, arch)
     _add_tokenizer(writer, from_folder, config)
@@ -272,7 +274,7 @@ def _as_stored(name: str, values: np.ndarray, config: dict[str, Any], arch: str)
         return values + 1
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     part = name.split(".")[-2]
-    if arch != "llama" or part not in heads:
+    if arch not in PERMUTED or part not in heads:
         return values
     halves = values.reshape(heads[part], 2, -1, *values.shape[1:])  # [heads, 2, d/2, in]
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -292,12 +294,46 @@ def _add_config(writer: Any, config: dict[str, Any], arch: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    _add_family_config(writer, config, full)
     if arch == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text"):
+    if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text", "phi3", "olmo3"):
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """What llama.cpp's conversion writes for one family or one kind of rotary scaling."""
+    import gguf
+
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if rope["rope_type"] == "longrope":
+        original, longest = rope["original_max_position_embeddings"], config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(longest / original) / math.log(original)))
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:

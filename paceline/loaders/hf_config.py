@@ -20,9 +20,10 @@ REFUSED = (
     "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
     "final_logit_softcapping", "use_bidirectional_attention",
 )  # fmt: skip
-# Whose classes have biases where these keys ask for them: of q, k, v and o; of the MLP.
+# Whose classes have biases where these keys ask for them: of q, k, v and o (qwen2: of q, k and v, always); of
+# the MLP.
 BIASED = {
-    "attention_bias": ("llama", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
+    "attention_bias": ("llama", "qwen2", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
     "mlp_bias": ("llama", "smollm3", "granite"),
 }
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
@@ -116,9 +117,9 @@ def _biases(family: Family, keys: Fields) -> dict[str, bool]:
     for key, families in BIASED.items():
         if family not in families:
             keys.refuse_any([key], f"no {family} model has it, use one without")
-    has_bias = keys.flag("attention_bias", False)
-    biases = {"qkv_bias": has_bias or family == "qwen2", "out_bias": has_bias}
-    return biases | {"mlp_bias": keys.flag("mlp_bias", False)}
+    out_bias = keys.flag("attention_bias", False) and family != "qwen2"
+    mlp_bias = keys.flag("mlp_bias", False)
+    return {"qkv_bias": out_bias or family == "qwen2", "out_bias": out_bias, "mlp_bias": mlp_bias}
 
 
 def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:

@@ -54,6 +54,7 @@ class SafetensorsCheckpoint:
             for weight in self.config.weight_names()
         }
         self._firsts, _ = fields.place_rows(self.config, self._names)
+        self._shapes = self.config.weight_names()
         check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
         for tensor in self._names.values():
             if self._found[tensor].dtype not in TYPES:
@@ -67,7 +68,7 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
-        stored, count = self._names[name], self.config.weight_names()[name][0]
+        stored, count = self._names[name], self._shapes[name][0]
         if count < self._found[stored].shape[0]:
             rows = fields.rows_at(self._firsts[name], count, rows)
         weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
