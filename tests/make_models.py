@@ -16,20 +16,11 @@ from typing import Any
 import numpy as np
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
-GGUF_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
 # What they add to llama: layers without rotary; part of a head that turns, fused tensors, LongRoPE; norms after
 # the blocks alone and over all heads; windows on some layers with another rotary; queries scaled by position;
 # four multipliers; biases everywhere.
-OTHER_FAMILIES = (
-    "smollm3",
-    "phi3",
-    "phi3_long",
-    "olmo2",
-    "olmo3",
-    "ministral3",
-    "granite",
-    "llama_biased",
-)
+OTHER_FAMILIES = ("smollm3", "phi3", "phi3_long", "olmo2", "olmo3", "ministral3", "granite", "llama_biased")
+GGUF_FAMILIES = FAMILIES + OTHER_FAMILIES
 GGUF_ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}
 PERMUTED = ("llama", "smollm3", "mistral3", "granite")  # as llama.cpp's conversion has it
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -77,7 +68,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 32,
         "sliding_window_pattern": 3,
     },
-    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     "phi3_long": {
         "original_max_position_embeddings": 32,
@@ -186,6 +177,22 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
     if weight.ndim == 1:
         return 0.1 * noise
     return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[1])
+
+
+def part_of(state: dict[str, Any], name: str, config: Any) -> Any:
+    """The weight that Paceline calls `name` in transformers' state, where phi's q, k and v are one."""
+    stored = name if name == "lm_head.weight" else f"model.{name}"
+    if stored in state:
+        return state[stored]
+    part = name.split(".")[-2]
+    sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads, config.intermediate_size]
+    rows = dict(zip(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), [*sizes, sizes[-1]], strict=True))
+    for fused, parts in {"qkv_proj": list(rows)[:3], "gate_up_proj": list(rows)[3:]}.items():
+        if part in parts:
+            scale = config.head_dim if fused == "qkv_proj" else 1
+            whole = state[stored.replace(part, fused)].split([rows[each] * scale for each in parts])
+            return whole[parts.index(part)]
+    raise KeyError(name)
 
 
 def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:

@@ -123,7 +123,8 @@ class CpuDecoder:
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
         out, inner = linear("out", config.num_heads * config.head_dim), config.intermediate_size
         mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
-        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp, self._at(f"layers.{i}.self_attn.sinks"))
+        sinks = self._at(f"layers.{i}.self_attn.sinks")
+        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp, sinks)
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)

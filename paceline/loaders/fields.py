@@ -135,17 +135,18 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     has_qk_norm = family in ("qwen3", "gemma3", "olmo2", "olmo3")
     config = ModelConfig(family=family, qk_norm=has_qk_norm, **values)
     heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
-    by_layer, sets = (config.local_layers, config.rope_layers), (config.rope.divisors, config.rope.long_divisors)
+    windows, sets = config.local_layers, (config.rope.divisors, config.rope.long_divisors)
+    is_part = turned % 2 == 0 and turned <= config.head_dim
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
         (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
-        (turned % 2 == 0 and turned <= config.head_dim, f"{turned} numbers of a head turn, which is no part of it"),
+        (is_part, f"rotary embedding cannot turn {turned} numbers of a head of {config.head_dim}"),
         (all(len(d or ()) in (0, turned // 2) for d in sets), "rotary divisors do not match the head size"),
         (all(0 < x < math.inf for d in sets for x in d or ()), "a rotary divisor is not a positive number"),
-        (len(by_layer[0]) in (0, config.num_layers), "the sliding window is given for some layers only"),
-        (not any(by_layer[0]) or config.sliding_window, "sliding-window layers have no window size"),
-        (len(by_layer[1]) in (0, config.num_layers), "rotary embedding is given for some layers only"),
+        (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
+        (not any(windows) or config.sliding_window, "sliding-window layers have no window size"),
+        (len(config.rope_layers) in (0, config.num_layers), "no_rope_layers is given for some layers only"),
     )
     for is_right, problem in checks:
         if not is_right:

@@ -49,8 +49,8 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
     "ministral3": {
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
         },
     },
     "granite": {},
@@ -77,7 +77,8 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
     sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=family == "phi3")
-    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")} | _biases(family, keys)
+    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
+    sizes |= _biases(family, keys)
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
     if any(local_layers):
@@ -133,9 +134,7 @@ def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, stated))
 
 
-def layer_sizes(
-    keys: Fields, default_theta: float = 10_000.0, *, turns_part: bool = False
-) -> dict[str, Any]:
+def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bool = False) -> dict[str, Any]:
     """What the configs of models and of heads both say about a layer. turns_part: rotary embedding may be of
     a part of each head."""
     sizes: dict[str, Any] = {n: keys.count(n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -147,8 +146,8 @@ def layer_sizes(
     if partial != 1.0:
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
         if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
-            remedy = "only 1, and less for phi3"
-            raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, {remedy}")
+            what = f"partial_rotary_factor = {partial} is not supported, only 1, and less for phi3"
+            raise ModelFileError(f"{keys.source}: {what}")
     rope = _scaled_rope(parameters, theta, keys)
     return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": rope}
 
@@ -210,8 +209,9 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     if parameters.get("attention_factor") is not None:
         boost = parameters.number("attention_factor")
     elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        above, below = (1 + 0.1 * parameters.number(m) * log(max(factor, 1.0)) for m in ("mscale", "mscale_all_dim"))
-        boost = above / below
+        slope = 0.1 * log(max(factor, 1.0))
+        boost = 1 + slope * parameters.number("mscale")
+        boost /= 1 + slope * parameters.number("mscale_all_dim")
     truncate = parameters.flag("truncate", True)
     return RopeConfig(theta, "yarn", factor, 1.0, 4.0, original, fast, slow, boost, truncate=truncate)
 

@@ -25,8 +25,10 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-FUSED = {name: "qkv_proj" for name in ("q_proj", "k_proj", "v_proj")}
-FUSED |= {name: "gate_up_proj" for name in ("gate_proj", "up_proj")}
+FUSED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):

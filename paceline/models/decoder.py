@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -142,8 +142,8 @@ class Decoder(Transformer):
         paged = TorchAttention(tensors)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            sinks = self.layers[i].self_attn.sinks
-            return paged(q, k, v, kv[i], self.masking[i]._replace(sinks=sinks))
+            layer: Any = self.layers[i]
+            return paged(q, k, v, kv[i], self.masking[i]._replace(sinks=layer.self_attn.sinks))
 
         embedded = self.embed(tensors.input_ids)
         x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers)
