@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
-GGUF_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
 # What they add to llama: layers without rotary; part of a head that turns, fused tensors, LongRoPE; norms after
 # the blocks alone and over all heads; windows on some layers with another rotary; queries scaled by position;
 # four multipliers; biases everywhere.
 OTHER_FAMILIES = ("smollm3", "phi3", "phi3_long", "olmo2", "olmo3", "ministral3", "granite", "llama_biased")
+GGUF_FAMILIES = FAMILIES + OTHER_FAMILIES
+GGUF_ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}
+PERMUTED = ("llama", "smollm3", "mistral3", "granite")  # as llama.cpp's conversion has it
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
 CHAT_TEMPLATE = (
@@ -80,7 +82,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
     },
-    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     "phi3_long": {
         "original_max_position_embeddings": 32,
@@ -195,6 +197,22 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
     return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[1])
 
 
+def part_of(state: dict[str, Any], name: str, config: Any) -> Any:
+    """The weight that Paceline calls `name` in transformers' state, where phi's q, k and v are one."""
+    stored = name if name == "lm_head.weight" else f"model.{name}"
+    if stored in state:
+        return state[stored]
+    part = name.split(".")[-2]
+    sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads, config.intermediate_size]
+    rows = dict(zip(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), [*sizes, sizes[-1]], strict=True))
+    for fused, parts in {"qkv_proj": list(rows)[:3], "gate_up_proj": list(rows)[3:]}.items():
+        if part in parts:
+            scale = config.head_dim if fused == "qkv_proj" else 1
+            whole = state[stored.replace(part, fused)].split([rows[each] * scale for each in parts])
+            return whole[parts.index(part)]
+    raise KeyError(name)
+
+
 def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
     """Train a byte-level BPE on a few lines and write tokenizer.json and tokenizer_config.json; at most
     `vocab_size` tokens.
@@ -233,7 +251,7 @@ def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
     import gguf
 
     config = json.loads((from_folder / "config.json").read_text())
-    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config["model_type"], config["model_type"])
+    arch = GGUF_ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     _add_config(writer, config, arch)
     _add_tokenizer(writer, from_folder, config)
@@ -281,7 +299,7 @@ def _as_stored(name: str, values: np.ndarray, config: dict[str, Any], arch: str)
         return values + 1
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     part = name.split(".")[-2]
-    if arch != "llama" or part not in heads:
+    if arch not in PERMUTED or part not in heads:
         return values
     halves = values.reshape(heads[part], 2, -1, *values.shape[1:])  # [heads, 2, d/2, in]
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -301,12 +319,46 @@ def _add_config(writer: Any, config: dict[str, Any], arch: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    _add_family_config(writer, config, full)
     if arch == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text"):
+    if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text", "phi3", "olmo3"):
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """What llama.cpp's conversion writes for one family or one kind of rotary scaling."""
+    import gguf
+
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if rope["rope_type"] == "longrope":
+        original, longest = rope["original_max_position_embeddings"], config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(longest / original) / math.log(original)))
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:

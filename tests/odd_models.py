@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -59,7 +60,27 @@ def config_of(
 ODD = config_of(
     80, 112, (6, 2, 16), 203, window=70, tied=False
 )  # no width is a whole number of groups, the window cuts a chunk
-ALL = (ODD, config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True), config_of(96, 64, (2, 1, 48), 17))
+EXTRA = replace(  # what gemma has not
+    config_of(80, 112, (6, 2, 32), 97, window=21, tied=False),
+    rope=RopeConfig(kind="yarn", factor=4.0, original_context=40, truncate=False, query_beta=0.2),
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    qk_norm_over_heads=True,
+    post_norm=True,
+    residual_scale=0.7,
+    logits_scale=0.3,
+    rotary_dim=24,
+    rope_layers=(True, False),
+    attention_sinks=True,
+)
+ALL = (
+    ODD,
+    config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True),
+    config_of(96, 64, (2, 1, 48), 17),
+    EXTRA,
+)
 
 
 @cache

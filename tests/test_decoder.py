@@ -24,7 +24,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.layer import Layer, Sizes, rms_norm
 from paceline.models.rope import Angles, frequencies
 from paceline.runtime.backend import backend_for
-from tests.make_models import FAMILIES, tiny_hf
+from tests.make_models import FAMILIES, OTHER_FAMILIES, tiny_hf
 from tests.odd_models import DTYPES
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
@@ -69,7 +69,7 @@ def whole(model: Any, tokens: list[int], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kernels", ["exact", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHER_FAMILIES)
 def test_agrees_with_transformers(family: str, kernels: str) -> None:
     expected = tiny(family)[1]
     assert expected.std() > 0.1  # not all alike
@@ -104,7 +104,7 @@ def test_quantized_agrees_with_its_reference(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHER_FAMILIES)
 @settings(deadline=None, max_examples=8)
 @given(chunks=st.lists(st.integers(1, 17), min_size=1, max_size=12))
 def test_bits_do_not_depend_on_how_a_prompt_is_chunked(family: str, dtype: str, chunks: list[int]) -> None:
@@ -330,7 +330,7 @@ def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHER_FAMILIES)
 def test_parameters_of_the_torch_model_are_the_tensors_of_its_file(family: str) -> None:
     model = decoder(family, "torch")
     found = {name: tuple(weight.shape) for name, weight in model.named_parameters()}

@@ -24,7 +24,7 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.gguf import GgufCheckpoint
 from paceline.loaders.gguf_header import GgufHeader, read_config, read_header
 from paceline.models.config import ModelConfig, RopeConfig
-from tests.make_models import GGUF_FAMILIES, folder_weights, tiny_gguf, tiny_hf, tiny_tokenizer
+from tests.make_models import GGUF_FAMILIES, folder_weights, part_of, tiny_gguf, tiny_hf, tiny_tokenizer
 
 KINDS = gguf.GGMLQuantizationType
 TOLERANCE = {
@@ -86,15 +86,22 @@ def test_f32_weights_and_config_are_those_of_transformers(family: str, tmp_path:
     checkpoint = open_checkpoint(str(tiny_gguf(tmp_path / "m.gguf", folder)))
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for name in checkpoint.config.weight_names():
-        weight = state[name if name == "lm_head.weight" else f"model.{name}"]
+        weight = part_of(state, name, checkpoint.config)
         expected = weight + 1 if family == "gemma3" and name.endswith("norm.weight") else weight
         assert torch.equal(checkpoint.tensor(name), expected), name
+        assert torch.equal(checkpoint.tensor(name, slice(1, 7)), expected[1:7]), name
     other = open_checkpoint(str(folder)).config
     if family == "llama3":  # a GGUF file stores what the scaling does, not what it is called
         assert checkpoint.config.rope.divisors is not None
         assert len(checkpoint.config.rope.divisors) == other.head_dim // 2
         assert min(checkpoint.config.rope.divisors) == 1.0
         assert max(checkpoint.config.rope.divisors) == other.rope.factor
+    elif family == "phi3_long":  # and its divisors as float32
+        theirs, ours = other.rope, checkpoint.config.rope
+        assert (ours.kind, ours.factor, ours.original_context) == ("longrope", 16.0, 32)
+        assert ours.divisors == pytest.approx(theirs.divisors)
+        assert ours.long_divisors == pytest.approx(theirs.long_divisors)
+        assert ours.attention_factor == pytest.approx(theirs.attention_factor)
     else:
         assert checkpoint.config == other
 

@@ -20,7 +20,16 @@ from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.safetensors import SafetensorsCheckpoint
 from paceline.models.config import RopeConfig
-from tests.make_models import FAMILIES, FAMILY_SIZES, LLAMA3_ROPE, SIZES, tiny_hf, tiny_tokenizer
+from tests.make_models import (
+    FAMILIES,
+    FAMILY_SIZES,
+    LLAMA3_ROPE,
+    OTHER_FAMILIES,
+    SIZES,
+    part_of,
+    tiny_hf,
+    tiny_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +56,15 @@ def assert_weights_of_transformers(checkpoint: Checkpoint, folder: Path, family:
 
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for name, shape in checkpoint.config.weight_names().items():
-        weight = state[name if name == "lm_head.weight" else f"model.{name}"]
+        weight = part_of(state, name, checkpoint.config)
         expected = weight + 1 if family == "gemma3" and name.endswith("norm.weight") else weight
+        assert torch.equal(checkpoint.tensor(name, slice(1, 7)), expected[1:7]), name
         found = checkpoint.tensor(name)
         assert (found.dtype, tuple(found.shape)) == (torch.float32, shape)
         assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHER_FAMILIES)
 @pytest.mark.parametrize(
     ("dtype", "is_sharded"), [("float32", False), ("bfloat16", True), ("float16", False)]
 )
@@ -84,7 +94,7 @@ def test_multimodal_prefixes_and_text_config(prefix: str, tmp_path: Path) -> Non
     assert all(torch.equal(checkpoint.tensor(name), weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHER_FAMILIES)
 def test_settings_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -191,13 +201,23 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": None}, "missing key model_type"),
     ({"num_local_experts": 8}, "num_local_experts = 8"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
-    ({"attention_bias": True}, "attention_bias = True"),
-    ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"model_type": "mistral", "attention_bias": True}, "attention_bias = True"),
+    ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias = True"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "mscale = 1.0"),
+    ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.01}}, "rotary_factor = 0.01"),
+    ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 1.5}}, "rotary_factor = 1.5"),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0]}},
+        "long_factor",
+    ),
+    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}}, "divisors"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers = .1, 2"),
+    ({"model_type": "smollm3", "no_rope_layers": [0]}, "no_rope_layers is given for some layers"),
+    ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling = 0"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "model type 'mistral4'"),
     ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
     ({"hidden_size": -64}, "hidden_size = -64"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
@@ -342,11 +362,15 @@ JSON = st.recursive(
 @given(data=st.data(), family=st.sampled_from(sorted(FAMILY_SIZES)))
 def test_any_value_under_any_key_is_a_config_or_an_error(data: st.DataObject, family: str) -> None:
     values: dict[str, Any] = {
-        "model_type": {"llama3": "llama", "gemma3": "gemma3_text"}.get(family, family),
+        "model_type": {"llama3": "llama", "gemma3": "gemma3_text"}.get(family, family.split("_")[0]),
         **SIZES,
         **FAMILY_SIZES[family],
     }
     extra = [
+        "no_rope_layers",
+        "rope_parameters",
+        "attention_bias",
+        "residual_multiplier",
         "rope_theta",
         "rope_scaling",
         "layer_types",

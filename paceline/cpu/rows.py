@@ -83,9 +83,9 @@ def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def
 @piece
 def add(x_at, added_at, width, scale=1.0):  # type: ignore[no-untyped-def]
     """x += added * scale; a scale of one changes no bit."""
-    x, added, factor = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width), np.float32(scale)
+    x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
     for i in range(width):
-        x[i] += added[i] * factor
+        x[i] += added[i] * np.float32(scale)
 
 
 @piece

@@ -150,8 +150,8 @@ def check_config(config: ModelConfig) -> None:
     if config.rope.query_beta:
         asked.append(f"rope.query_beta = {config.rope.query_beta}")
     if asked:
-        remedy = "use device='cpu', or kernels='torch' on the GPU"
-        raise ConfigError(f"the GPU kernels do not do {', '.join(asked)} of a {config.family} model; {remedy}")
+        what = f"{', '.join(asked)} of a {config.family} model"
+        raise ConfigError(f"the GPU kernels do not do {what}; use device='cpu', or kernels='torch'")
 
 
 def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:

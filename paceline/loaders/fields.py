@@ -134,30 +134,21 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
         values |= {"post_norm": True, "qk_norm_over_heads": True}
     has_qk_norm = family in ("qwen3", "gemma3", "olmo2", "olmo3", "qwen3_5")
     config = ModelConfig(family=family, qk_norm=has_qk_norm, **values)
-    heads, kv_heads, turned, recurrent = (
-        config.num_heads,
-        config.num_kv_heads,
-        config.rotary_width,
-        config.recurrent,
-    )
-    by_layer, sets = (
-        (config.local_layers, config.rope_layers),
-        (config.rope.divisors, config.rope.long_divisors),
-    )
+    heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
+    windows, sets = config.local_layers, (config.rope.divisors, config.rope.long_divisors)
+    is_part = turned % 2 == 0 and turned <= config.head_dim
+    recurrent = config.recurrent
     uneven = recurrent is not None and recurrent.value_heads % recurrent.key_heads
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
         (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
-        (
-            turned % 2 == 0 and turned <= config.head_dim,
-            f"{turned} numbers of a head turn, which is no part of it",
-        ),
+        (is_part, f"rotary embedding cannot turn {turned} numbers of a head of {config.head_dim}"),
         (all(len(d or ()) in (0, turned // 2) for d in sets), "rotary divisors do not match the head size"),
         (all(0 < x < math.inf for d in sets for x in d or ()), "a rotary divisor is not a positive number"),
-        (len(by_layer[0]) in (0, config.num_layers), "the sliding window is given for some layers only"),
-        (not any(by_layer[0]) or config.sliding_window, "sliding-window layers have no window size"),
-        (len(by_layer[1]) in (0, config.num_layers), "rotary embedding is given for some layers only"),
+        (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
+        (not any(windows) or config.sliding_window, "sliding-window layers have no window size"),
+        (len(config.rope_layers) in (0, config.num_layers), "no_rope_layers is given for some layers only"),
         (recurrent is None or len(recurrent.layers) == config.num_layers, "layer_types are not one a layer"),
         (recurrent is None or not all(recurrent.layers), "no layer attends"),
         (not uneven, "the recurrent value heads are not a multiple of the key heads"),

@@ -1,7 +1,8 @@
 """GGUF files: quantized weights, config and tokenizer in one file.
 
 Invariant: opening checks every tensor's bounds, type and shape, so `tensor` can only fail if the file changes
-while it is open. llama files store the rows of q and k interleaved; that is undone here.
+while it is open. llama files store the rows of q and k interleaved, phi files q, k and v in one tensor: that
+is undone here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, unique_ids
+from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, place_rows, rows_at, unique_ids
 from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config, read_header
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
-PERMUTED = ("llama", "mistral")  # families whose q and k rows are interleaved in the file
+# Families whose q and k rows are interleaved in the file: those that are converted as llama is.
+PERMUTED = ("llama", "mistral", "smollm3", "ministral3", "granite")
 # Chat end tokens that many files fail to list as such; a control token of this text always ends an answer.
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 CONTROL = 3  # token type
@@ -41,14 +43,13 @@ class GgufCheckpoint:
             end = header.data_start + info.offset + self._num_bytes(info)
             if end > header.file_size:
                 raise self._refuse(info, f"is truncated: byte {end} of {header.file_size}; fetch it again")
-        rotary = header.tensors.get("rope_freqs.weight")
-        if rotary is not None and not 0 < math.prod(rotary.shape) <= MAX_DIVISORS:
-            raise self._refuse(rotary, f"has shape {list(rotary.shape)}, which fits no head; fetch it again")
-        divisors = None if rotary is None else tuple(self._read(rotary).reshape(-1).tolist())
-        self.config: ModelConfig = read_config(path, header, divisors)
-        names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
+        divisors = self._divisors("rope_freqs") or self._divisors("rope_factors_short")
+        self.config: ModelConfig = read_config(path, header, divisors, self._divisors("rope_factors_long"))
+        self._shapes = self.config.weight_names()
+        names = {weight: gguf_name(self.config, weight) for weight in self._shapes}
         check_weights(path, self.config, names, header.tensors, layers="blk.")
         self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
+        self._firsts, _ = place_rows(self.config, names)
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
@@ -66,7 +67,8 @@ class GgufCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         if self.config.family not in PERMUTED or not (".q_proj." in name or ".k_proj." in name):
-            values = self._read(self._stored[name], rows)
+            own = rows_at(self._firsts[name], self._shapes[name][0], rows)
+            values = self._read(self._stored[name], own)
         else:
             # rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)
             whole = self._read(self._stored[name])
@@ -78,6 +80,15 @@ class GgufCheckpoint:
         stated = self._tokenizer.get("tokenizer.chat_template")
         template = stated if isinstance(stated, str) else None
         return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
+
+    def _divisors(self, name: str) -> tuple[float, ...] | None:
+        """Of rotary frequencies, where the file has such a tensor."""
+        info = self._header.tensors.get(f"{name}.weight")
+        if info is None:
+            return None
+        if not 0 < math.prod(info.shape) <= MAX_DIVISORS:
+            raise self._refuse(info, f"has shape {list(info.shape)}, which fits no head; fetch it again")
+        return tuple(self._read(info).reshape(-1).tolist())
 
     def _read(self, info: TensorInfo, rows: slice = ALL) -> npt.NDArray[np.float32]:
         first, last, _ = rows.indices(info.shape[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +33,17 @@ CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"
 SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
 UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES: dict[str, Family] = {
+    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
+    "smollm3": "smollm3", "phi3": "phi3", "olmo2": "olmo2", "granite": "granite", "mistral3": "ministral3",
+}  # fmt: skip
 PATTERN = "attention.sliding_window_pattern"
-REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
+REFUSED = (
+    "expert_count", "attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_length",
+)  # fmt: skip
+# What only some families' graphs read, under the names of ModelConfig.
+SCALES = {"embedding_scale": "embed_scale", "residual_scale": "residual_scale", "logit_scale": "logits_scale"}
+PERIODS = {"gemma3": 6, "olmo3": 4, "smollm3": 4}  # of layers with windows, or without rotary embedding
 # The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
 GEMMA3_27B_LAYERS = 62
 
@@ -51,6 +60,8 @@ SANDWICH_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+PHI_NAMES = {f"self_attn.{name}_proj": "attn_qkv" for name in "qkv"}  # and the gate before what it gates:
+PHI_NAMES |= {"mlp.gate_proj": "ffn_up", "mlp.up_proj": "ffn_up"}
 
 
 class TensorInfo(NamedTuple):
@@ -161,16 +172,21 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{kind}"
     _, layer, part = stem.split(".", 2)
-    names = LAYER_NAMES | SANDWICH_NAMES if config.sandwich_norm else LAYER_NAMES
+    if kind == "sinks":
+        return f"blk.{layer}.attn_sinks.weight"
+    names = LAYER_NAMES | SANDWICH_NAMES if config.sandwich_norm or config.post_norm else LAYER_NAMES
+    names = names | PHI_NAMES if config.family == "phi3" else names
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> ModelConfig:
+def read_config(
+    path: Path, header: GgufHeader, divisors: Divisors = None, long_divisors: Divisors = None
+) -> ModelConfig:
     """divisors: the rotary ones where the file stores them; a description can do without."""
     arch = Fields(str(path), header.metadata).text("general.architecture")
-    family = next((name for name in FAMILIES if name == arch), None)
-    if family is None:
+    if arch not in FAMILIES:
         raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use {', '.join(FAMILIES)}")
+    family = FAMILIES[arch]
     # Floats as they were before they became float32.
     exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
     own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
@@ -179,39 +195,71 @@ def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> Mo
     # mistral models are stored under the llama architecture; only the name tells them apart.
     if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
         family = "mistral"
+    if family == "olmo2" and keys.get("attention.sliding_window"):
+        family = "olmo3"
     is_gemma = family == "gemma3"
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
     head_dim = keys.count("attention.key_length", hidden // heads or None)
+    turned = keys.count("rope.dimension_count", head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.count(key, head_dim) != head_dim:
+        if keys.count(key, head_dim) != head_dim and (family != "phi3" or key == "attention.value_length"):
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
     scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
     vocab_size = keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None)
-    local_theta = keys.number("rope.freq_base_swa", 10_000.0)
+    rope = _rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors, long_divisors)
+    local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0 if is_gemma else rope.theta))
     slides: tuple[bool, ...] = ()  # a flag a layer, or each layer but the last of every period; 0 means all
+    some_layers = range(min(layers, MAX_LAYERS + 1))
     if window and isinstance(pattern := keys.get(PATTERN), list):
         slides = tuple(map(bool, pattern))
     elif window:
-        period = keys.count(PATTERN) if pattern else 6 if is_gemma else 0
-        slides = tuple(not period or i % period < period - 1 for i in range(min(layers, MAX_LAYERS + 1)))
+        period = keys.count(PATTERN) if pattern else PERIODS.get(family, 0)
+        slides = tuple(not period or i % period < period - 1 for i in some_layers)
     return family_config(
         str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
         head_dim=head_dim, num_kv_heads=keys.count("attention.head_count_kv", heads),
         intermediate_size=keys.count("feed_forward_length"), max_context=keys.count("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors),
-        rope_local=RopeConfig(theta=local_theta) if is_gemma else None,
+        rope=rope if family != "ministral3" else _with_query_scale(keys, rope),
+        rope_local=local if is_gemma or (family == "olmo3" and local != rope) else None,
+        rope_layers=tuple((i + 1) % PERIODS[family] > 0 for i in some_layers) if family == "smollm3" else (),
+        rotary_dim=0 if turned == head_dim else turned,
         tie_embeddings="output.weight" not in header.tensors,
-        qkv_bias="blk.0.attn_q.bias" in header.tensors, sliding_window=window, local_layers=slides,
+        qkv_bias="blk.0.attn_q.bias" in header.tensors, out_bias="blk.0.attn_output.bias" in header.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in header.tensors, sliding_window=window, local_layers=slides,
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
+        **_scales(keys, family),
     )  # fmt: skip
 
 
-def _rope(keys: Fields, default_theta: float, divisors: Divisors) -> RopeConfig:
+def _scales(keys: Fields, family: Family) -> dict[str, float]:
+    """Granite's; logits are divided by what its files say."""
+    if family != "granite":
+        keys.refuse_any(SCALES, f"no {family} model has it")
+        return {}
+    scales = {name: keys.number(key, 1.0) for key, name in SCALES.items()}
+    return scales | {"logits_scale": 1.0 / scales["logits_scale"]}
+
+
+def _with_query_scale(keys: Fields, rope: RopeConfig) -> RopeConfig:
+    if not keys.get("attention.temperature_scale"):
+        return rope
+    original = keys.count("rope.scaling.original_context_length")
+    return replace(rope, query_beta=keys.number("attention.temperature_scale"), original_context=original)
+
+
+def _rope(keys: Fields, default_theta: float, divisors: Divisors, long_divisors: Divisors) -> RopeConfig:
     kind = keys.text("rope.scaling.type", "none")
     theta = keys.number("rope.freq_base", default_theta)
+    if long_divisors is not None:  # whatever the type is called: phi files leave it out
+        context = keys.count("context_length")
+        original = keys.count("rope.scaling.original_context_length", context)
+        return RopeConfig(
+            theta, "longrope", context / original, divisors=divisors, long_divisors=long_divisors,
+            original_context=original, attention_factor=keys.number("rope.scaling.attn_factor", 1.0),
+        )  # fmt: skip
     if kind == "none":
         return RopeConfig(theta=theta, divisors=divisors)
     if kind not in ("linear", "yarn"):
@@ -223,5 +271,16 @@ def _rope(keys: Fields, default_theta: float, divisors: Divisors) -> RopeConfig:
         original_context=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=None if boost == 1.0 else boost * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+        attention_factor=_boost(keys, factor, boost),
     )  # fmt: skip
+
+
+def _boost(keys: Fields, factor: float, boost: float) -> float | None:
+    """Yarn's factor of cosines and sines: as stated, or from the logarithm of its scaling (None)."""
+    if keys.get("rope.scaling.yarn_attn_factor"):
+        return keys.number("rope.scaling.yarn_attn_factor")
+    usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    if keys.get("rope.scaling.yarn_log_multiplier"):
+        slope = 0.1 * keys.number("rope.scaling.yarn_log_multiplier")
+        return boost * usual / (slope * math.log(max(factor, 1.0)) + 1.0)
+    return None if boost == 1.0 else boost * usual

@@ -23,9 +23,10 @@ REFUSED = (
     "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
     "final_logit_softcapping", "use_bidirectional_attention",
 )  # fmt: skip
-# Whose classes have biases where these keys ask for them: of q, k, v and o; of the MLP.
+# Whose classes have biases where these keys ask for them: of q, k, v and o (qwen2: of q, k and v, always); of
+# the MLP.
 BIASED = {
-    "attention_bias": ("llama", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
+    "attention_bias": ("llama", "qwen2", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
     "mlp_bias": ("llama", "smollm3", "granite"),
 }
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
@@ -55,8 +56,8 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
     "ministral3": {
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
         },
     },
     "granite": {},
@@ -82,12 +83,10 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
-    sizes = layer_sizes(
-        keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=family in ("phi3", "qwen3_5")
-    )
-    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")} | _biases(
-        family, keys
-    )
+    turns_part = family in ("phi3", "qwen3_5")
+    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part)
+    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
+    sizes |= _biases(family, keys)
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
     if family == "qwen3_5":
         sizes |= {"gated_attention": True, "recurrent": _recurrent(keys, min(layers, MAX_LAYERS + 1))}
@@ -129,9 +128,9 @@ def _biases(family: Family, keys: Fields) -> dict[str, bool]:
     for key, families in BIASED.items():
         if family not in families:
             keys.refuse_any([key], f"no {family} model has it, use one without")
-    has_bias = keys.flag("attention_bias", False)
-    biases = {"qkv_bias": has_bias or family == "qwen2", "out_bias": has_bias}
-    return biases | {"mlp_bias": keys.flag("mlp_bias", False)}
+    out_bias = keys.flag("attention_bias", False) and family != "qwen2"
+    mlp_bias = keys.flag("mlp_bias", False)
+    return {"qkv_bias": out_bias or family == "qwen2", "out_bias": out_bias, "mlp_bias": mlp_bias}
 
 
 def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -157,10 +156,8 @@ def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bo
     if partial != 1.0:
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
         if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
-            remedy = "only 1, and less for phi3 and qwen3_5"
-            raise ModelFileError(
-                f"{keys.source}: partial_rotary_factor = {partial} is not supported, {remedy}"
-            )
+            what = f"partial_rotary_factor = {partial} is not supported, only 1, and less for phi3 and qwen3_5"
+            raise ModelFileError(f"{keys.source}: {what}")
     rope = _scaled_rope(parameters, theta, keys)
     return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": rope}
 
@@ -235,10 +232,9 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     if parameters.get("attention_factor") is not None:
         boost = parameters.number("attention_factor")
     elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        above, below = (
-            1 + 0.1 * parameters.number(m) * log(max(factor, 1.0)) for m in ("mscale", "mscale_all_dim")
-        )
-        boost = above / below
+        slope = 0.1 * log(max(factor, 1.0))
+        boost = 1 + slope * parameters.number("mscale")
+        boost /= 1 + slope * parameters.number("mscale_all_dim")
     truncate = parameters.flag("truncate", True)
     return RopeConfig(theta, "yarn", factor, 1.0, 4.0, original, fast, slow, boost, truncate=truncate)
 

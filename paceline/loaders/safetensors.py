@@ -25,8 +25,10 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
-FUSED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+FUSED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -56,6 +58,7 @@ class SafetensorsCheckpoint:
             for weight in self.config.weight_names()
         }
         self._firsts, _ = fields.place_rows(self.config, self._names)
+        self._shapes = self.config.weight_names()
         check_weights(path, self.config, self._names, self.stored, layers=prefix + "layers.")
         for tensor in self._names.values():
             if self.stored[tensor].dtype not in TYPES:
@@ -69,7 +72,7 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
-        stored, count = self._names[name], self.config.weight_names()[name][0]
+        stored, count = self._names[name], self._shapes[name][0]
         if count < self.stored[stored].shape[0]:
             rows = fields.rows_at(self._firsts[name], count, rows)
         weight = read_tensor(self.stored[stored].file, stored, rows).to(torch.float32)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma3", "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
-    "qwen3_5",
+    "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5",
+    "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
 
         hidden = {0: x} if 0 in kept else {}
         for i in range(depth):
-            layer = self.layers[i]
+            layer: Any = self.layers[i]
             if self.config.is_recurrent(i):
                 assert recur is not None, "recurrent layers run over paged states alone"
                 x = layer.leave(x, recur(i, layer.input_layernorm(x)))
@@ -157,11 +157,12 @@ class Decoder(Transformer):
         paged = TorchAttention(tensors)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            sinks = self.layers[i].self_attn.sinks
-            return paged(q, k, v, kv[i], self.masking[i]._replace(sinks=sinks))
+            layer: Any = self.layers[i]
+            return paged(q, k, v, kv[i], self.masking[i]._replace(sinks=layer.self_attn.sinks))
 
         def recur(i: int, x: Tensor) -> Tensor:
-            return self.layers[i].linear_attn(x, tensors, kv[i])
+            layer: Any = self.layers[i]
+            return layer.linear_attn(x, tensors, kv[i])
 
         embedded = self.embed(tensors.input_ids)
         x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers, recur)

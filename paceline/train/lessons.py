@@ -172,7 +172,7 @@ def prepare(
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
     if checkpoint.config.attention_sinks:
-        raise ConfigError("a head of a model with attention sinks cannot be trained; use lookup or a draft model")
+        raise ConfigError("heads of a model with attention sinks cannot be trained; use a draft model")
     target = Target.load(checkpoint, dtype=dtype, device=str(device), context=recipe.max_length + ROUND)
     name, digest = checkpoint.name, texts.digest()
     return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank)
