@@ -131,7 +131,12 @@ def answers(llm: LLM, **params: Any) -> list[list[int]]:
     "ways", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize(
-    "method", ["auto", {"method": "mtp", "num_speculative_tokens": 3}, {"method": "mtp", "num_speculative_tokens": 4, "tree_width": 2}]
+    "method",
+    [
+        "auto",
+        {"method": "mtp", "num_speculative_tokens": 3},
+        {"method": "mtp", "num_speculative_tokens": 4, "tree_width": 2},
+    ],
 )
 @pytest.mark.parametrize("family", FILES)
 def test_drafts_change_no_token(family: str, method: Any, ways: dict[str, Any]) -> None:

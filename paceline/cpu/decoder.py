@@ -130,9 +130,7 @@ class CpuDecoder:
             after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
         width, inner = config.num_heads * config.head_dim, config.intermediate_size
-        gates = (
-            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.gated_attention else 0
-        )
+        gates = width + 2 * config.num_kv_heads * config.head_dim if config.gated_attention else 0
         if config.recurrent is not None and config.is_recurrent(i):
             width, gates = config.recurrent.value_heads * config.recurrent.value_dim, 0
         out = linear("out", width)
@@ -151,13 +149,12 @@ class CpuDecoder:
             self._kept.append(tensor.contiguous())
             return self._kept[-1].data_ptr()
 
-        sizes, own = self.config.recurrent, {
-            name: self.tensors[f"layers.{i}.linear_attn.{name}"] for name in ("conv1d.weight", "A_log", "dt_bias")
-        }  # fmt: skip
+        sizes, prefix = self.config.recurrent, f"layers.{i}.linear_attn."
         shape = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.kernel
-        weights = kept(own["conv1d.weight"][:, 0].T), kept(-own["A_log"].exp()), own["dt_bias"].data_ptr()
-        norm = self._at(f"layers.{i}.linear_attn.norm.weight")
-        row = Recurrent(entry_of(recur, 7), *shape, stride, *weights, norm, float(self.config.rms_eps))
+        convolution = kept(self.tensors[f"{prefix}conv1d.weight"][:, 0].T)
+        decay, bias = kept(-self.tensors[f"{prefix}A_log"].exp()), self._at(f"{prefix}dt_bias")
+        norm, eps = self._at(f"{prefix}norm.weight"), float(self.config.rms_eps)
+        row = Recurrent(entry_of(recur, 7), *shape, stride, convolution, decay, bias, norm, eps)
         self._rows.append(numbers(row))
         return self._rows[-1].buffer_info()[0]
 

@@ -111,6 +111,7 @@ class Memory:
         heads, inner = (config.num_heads, config.num_kv_heads, config.head_dim), config.intermediate_size
         is_gated = isinstance(config, MtpConfig) and config.is_gated
         gates = (heads[0] + 2 * heads[1]) * heads[2] if is_gated else 0
+        order = gated_order(*heads) if is_gated else ()
 
         def norm(name: str) -> int:
             return self.vector(tensors[prefix + name]) if prefix + name in tensors else 0
@@ -122,7 +123,7 @@ class Memory:
 
         return LayerRow(
             norm("input_layernorm.weight"), norm("hidden_norm.weight"),
-            linear(*(f"self_attn.{name}_proj" for name in "qkv"), order=gated_order(*heads) if is_gated else ()),
+            linear(*(f"self_attn.{name}_proj" for name in "qkv"), order=order),
             norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight"), cos, sin, 0,
             linear("self_attn.o_proj"), 0, norm("post_attention_layernorm.weight"),
             linear("mlp.gate_proj", "mlp.up_proj", order=gate_up_order(inner)), linear("mlp.down_proj"), 0,

@@ -189,8 +189,8 @@ def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[n
         row, first = item // blocks, item % blocks * COLUMNS
         ready = w.ready + row * w.widest * 4
         if layer.gates != 0:
-            at = first * 4
-            open_gates(ready + at, w.wide + (row * layer.qkv.n + layer.gates) * 4 + at, min(COLUMNS, width - first))
+            gates = w.wide + (row * layer.qkv.n + layer.gates + first) * 4
+            open_gates(ready + first * 4, gates, min(COLUMNS, width - first))
         fill(ready, max(first, width), first + COLUMNS)
         put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)

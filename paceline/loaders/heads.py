@@ -70,7 +70,7 @@ def _check(head: Head, target: Checkpoint) -> None:
 
 
 def target_hash(checkpoint: Checkpoint) -> str:
-    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer that attends."""
+    """Which weights a head belongs to: sizes, the last norm, and keys of the first and last that attend."""
     config = checkpoint.config
     layers = (config.num_layers, config.num_heads, config.num_kv_heads)
     sizes = (config.family, config.vocab_size, config.hidden_size, *layers)

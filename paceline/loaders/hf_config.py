@@ -84,7 +84,7 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
     turns_part = family in ("phi3", "qwen3_5")
-    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part)
+    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=turns_part)
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes |= _biases(family, keys)
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
@@ -156,7 +156,8 @@ def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bo
     if partial != 1.0:
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
         if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
-            what = f"partial_rotary_factor = {partial} is not supported, only 1, and less for phi3 and qwen3_5"
+            known = "only 1, and less for phi3 and qwen3_5"
+            what = f"partial_rotary_factor = {partial} is not supported, {known}"
             raise ModelFileError(f"{keys.source}: {what}")
     rope = _scaled_rope(parameters, theta, keys)
     return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": rope}

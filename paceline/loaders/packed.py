@@ -41,7 +41,8 @@ RECURRENT = {
     "qkv": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     "out": ("linear_attn.out_proj",),
 }
-VECTORS = ("norm.weight", "self_attn.sinks", "conv1d.weight", "dt_bias", "A_log")  # how the names of what stays as it is end
+# how the names of what stays as it is end
+VECTORS = ("norm.weight", "self_attn.sinks", "conv1d.weight", "dt_bias", "A_log")
 CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
@@ -89,9 +90,9 @@ def gate_up_order(inner: int) -> list[int]:
 def gated_order(count: int, num_kv_heads: int, dim: int) -> list[int]:
     """Queries, keys and values, then the gates of queries, which stand behind each query's rows in files.
     count: of query heads."""
-    heads = [range((2 * head + half) * dim, (2 * head + half + 1) * dim) for half in (0, 1) for head in range(count)]
+    heads = [range(first * dim, (first + 1) * dim) for first in range(2 * count)]
     rest = range(2 * count * dim, (2 * count + 2 * num_kv_heads) * dim)
-    return [row for part in (*heads[:count], rest, *heads[count:]) for row in part]
+    return [row for part in (*heads[::2], rest, *heads[1::2]) for row in part]
 
 
 def pack_model(source: Checkpoint, bits: int) -> Tensors:

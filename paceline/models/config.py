@@ -145,7 +145,7 @@ class ModelConfig:
 
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
-        h, d, inner = self.hidden_size, self.head_dim, self.intermediate_size
+        h, inner = self.hidden_size, self.intermediate_size
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:
             names["lm_head.weight"] = (self.vocab_size, h)

@@ -16,7 +16,7 @@ from paceline.core.types import ColumnsOf
 from paceline.models.config import RecurrentConfig
 from paceline.models.layer import Linear, Norm
 
-# Of all slots: S [slots, heads, key, value], and the last rows before the convolution [slots, kernel - 1, mixed]
+# Of all slots: S [slots, heads, key, value], and rows before the convolution [slots, kernel - 1, mixed]
 StateCache = tuple[Tensor, Tensor]
 EPS = 1e-6  # of the norm of keys and queries
 
