@@ -20,6 +20,7 @@ from paceline.models.config import Family, ModelConfig
 MAX_JSON_BYTES = 64 << 20
 MAX_COUNT = 1 << 40  # above any size or position of a real model, and products of two stay cheap
 MAX_LAYERS = 1_024
+MAX_DRAFTING = 4  # layers behind a decoder's that only draft
 ALL = slice(None)  # rows of a tensor
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
@@ -123,13 +124,15 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
 
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3"), **values)
+    values = {"qk_norm": family in ("qwen3", "gemma3", "olmoe", "qwen3_moe")} | values
+    config = ModelConfig(family=family, qk_norm_whole=family == "olmoe", **values)
     divisors, heads, kv_heads = config.rope.divisors, config.num_heads, config.num_kv_heads
-    windows, half = config.local_layers, config.head_dim // 2
+    windows, half = config.local_layers, (config.rotary_dim or config.head_dim) // 2
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
         (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
+        (config.rotary_dim % 2 == 0, f"{config.rotary_dim} dimensions of a head turn, which is odd"),
         (divisors is None or len(divisors) == half, "rotary divisors do not match the head size"),
         (all(0 < d < math.inf for d in divisors or ()), "a rotary divisor is not a positive number"),
         (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
@@ -141,13 +144,15 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     return config
 
 
-def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Found, layers: str) -> None:
-    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
-    names: the config's weights to the file's tensors; layers: begins the names of all layers' tensors."""
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    check_shapes(path, shapes, {names[name]: shape for name, shape in config.weight_names().items()})
-    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
+def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Found, layers: str) -> None:
+    """Every wanted tensor is in the file with its shape, and no layer has a tensor beyond those. layers:
+    begins the names of all layers' tensors; GLM has layers for drafting behind the last."""
+    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, wanted)
+    others = (name for name in found.keys() - wanted.keys() if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
+    if config.family == "glm4_moe":
+        behind = tuple(f"{layers}{config.num_layers + i}." for i in range(MAX_DRAFTING))
+        unused = [name for name in unused if not name.startswith(behind)]
     if unused:
         raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder")
 

@@ -20,12 +20,20 @@ from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config, rea
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
-PERMUTED = ("llama", "mistral")  # families whose q and k rows are interleaved in the file
+# families whose q and k rows are interleaved in the file
+PERMUTED = ("llama", "mistral", "mixtral", "granitemoe")
 # Chat end tokens that many files fail to list as such; a control token of this text always ends an answer.
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 CONTROL = 3  # token type
 MAX_DIVISORS = 1 << 16
 KINDS, BLOCKS = gguf.GGMLQuantizationType, gguf.GGML_QUANT_SIZES  # BLOCKS: values and bytes of a block
+
+
+def _as_matrix(info: TensorInfo) -> TensorInfo:
+    """Stacked experts lie one below the other; the gate of a shared one is stored as a vector."""
+    if len(info.shape) > 2 or info.name.endswith("ffn_gate_inp_shexp.weight"):
+        return info._replace(shape=(math.prod(info.shape[:-1]), info.shape[-1]))
+    return info
 
 
 class GgufCheckpoint:
@@ -47,8 +55,10 @@ class GgufCheckpoint:
         divisors = None if rotary is None else tuple(self._read(rotary).reshape(-1).tolist())
         self.config: ModelConfig = read_config(path, header, divisors)
         names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
-        check_weights(path, self.config, names, header.tensors, layers="blk.")
-        self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
+        tensors = {name: _as_matrix(info) for name, info in header.tensors.items()}
+        wanted = {names[weight]: shape for weight, shape in self.config.weight_names().items()}
+        check_weights(path, self.config, wanted, tensors, layers="blk.")
+        self._stored = {weight: tensors[stored] for weight, stored in names.items()}
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}

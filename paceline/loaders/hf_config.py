@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from paceline.core.errors import ModelFileError
+from paceline.loaders.expert_config import COUNTS, EXPERT_FAMILIES, hf_experts
 from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
 FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3"}
 REFUSED = (
-    "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
-    "final_logit_softcapping", "attention_bias", "mlp_bias", "use_bidirectional_attention",
+    "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "mlp_bias",
+    "use_bidirectional_attention", "clip_qkv",
 )  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # attention over a compressed cache
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
 DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -29,6 +31,15 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "max_position_embeddings": 131_072, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "sliding_window": 4_096, "sliding_window_pattern": 6,
     },
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    "olmoe": {"rms_norm_eps": 1e-5},
+    "qwen2_moe": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5_632},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "granitemoe": {},
+    "glm4_moe": {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True,
+        "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 
 
@@ -36,19 +47,24 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json; `source` names it in errors."""
     outer = Fields(source, values)
     name = outer.text("model_type")
+    if name in LATENT:
+        raise ModelFileError(f"{source}: {name}'s latent attention (MLA) is not supported; use another model")
     if name not in FAMILIES:
         raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
-    keys.refuse_any(REFUSED, "use a dense model without it")
+    refused = *REFUSED, *(("use_sliding_window",) if family in EXPERT_FAMILIES else COUNTS)
+    if family == "glm4_moe":  # its bias is that of queries, keys and values alone
+        refused = tuple(key for key in refused if key != "attention_bias")
+    keys.refuse_any(refused, "use a model without it")
     names = ("gelu_pytorch_tanh", "gelu_tanh") if family == "gemma3" else ("silu", "swish")
     for key in ("hidden_act", "hidden_activation"):
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
-    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0)
+    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, family == "glm4_moe")
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
@@ -60,15 +76,36 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         sizes["rope_local"] = _scaled_rope(local, local_theta, keys)
         scalar = keys.number("query_pre_attn_scalar")
         sizes["attention_scale"] = 0.0 if scalar == sizes["head_dim"] else scalar**-0.5
-    return family_config(source, family, qkv_bias=family == "qwen2", **sizes)
+    biased = keys.flag("attention_bias", False) or family in ("qwen2", "qwen2_moe")
+    sizes["qkv_bias"] = biased and keys.flag("qkv_bias", True)
+    experts = hf_experts(family, keys, layers)
+    if family == "granitemoe":
+        sizes |= granite_scales(keys)
+    if family == "glm4_moe":
+        sizes["qk_norm"] = keys.flag("use_qk_norm", False)
+    return family_config(source, family, experts=experts, **sizes)
 
 
-def layer_sizes(keys: Fields, default_theta: float = 10_000.0) -> dict[str, Any]:
-    """What the configs of models and of heads both say about a layer."""
+def granite_scales(keys: Fields) -> dict[str, float]:
+    """The multipliers of Granite models."""
+    scales = {"embed": "embedding", "attention": "attention", "residual": "residual"}
+    found = {f"{ours}_scale": keys.number(f"{theirs}_multiplier", 1.0) for ours, theirs in scales.items()}
+    return found | {"logits_scale": 1.0 / keys.number("logits_scaling", 1.0)}
+
+
+def layer_sizes(keys: Fields, default_theta: float = 10_000.0, may_turn_part: bool = False) -> dict[str, Any]:
+    """What the configs of models and of heads both say about a layer. may_turn_part: a part of a head may
+    turn with the position, and the rest stay as it is."""
     sizes: dict[str, Any] = {n: keys.count(n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
     heads = keys.count("num_attention_heads")
     sizes |= {"num_heads": heads, "num_kv_heads": keys.count("num_key_value_heads", heads)}
     sizes["head_dim"] = keys.count("head_dim", sizes["hidden_size"] // heads or None)
+    of_keys = keys.number("partial_rotary_factor", 1.0)
+    partial = _rope_parameters(keys).number("partial_rotary_factor", of_keys)
+    if partial != 1.0:
+        if not may_turn_part or partial > 1.0:
+            raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, only 1")
+        sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
     return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": _rope(keys, default_theta)}
 
 
@@ -76,9 +113,10 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     """Which layers see only a sliding window."""
     if family == "llama" or keys.get("sliding_window") is None:
         return ()
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return (True,) * layers
-    if family in ("qwen2", "qwen3") and not keys.flag("use_sliding_window", False):
+    slides = family == "gemma3" or keys.flag("use_sliding_window", False)
+    if family in EXPERT_FAMILIES or not slides:
         return ()
     types = keys.get("layer_types")
     if types is not None:
@@ -95,17 +133,17 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     return tuple(i >= first for i in range(layers))
 
 
-def _rope(keys: Fields, default_theta: float) -> RopeConfig:
+def _rope_parameters(keys: Fields) -> Fields:
     """Rotary settings of the layers with full attention, in either spelling."""
     parameters = keys.section("rope_parameters")
     if "full_attention" in parameters.values:
         parameters = parameters.section("full_attention")
-    if keys.get("rope_scaling"):
-        parameters = keys.section("rope_scaling")
+    return keys.section("rope_scaling") if keys.get("rope_scaling") else parameters
+
+
+def _rope(keys: Fields, default_theta: float) -> RopeConfig:
+    parameters = _rope_parameters(keys)
     theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
-    partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, only 1")
     return _scaled_rope(parameters, theta, keys)
 
 

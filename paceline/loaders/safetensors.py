@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
+from paceline.loaders.places import Part, places_of
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
@@ -45,10 +46,10 @@ class SafetensorsCheckpoint:
         self._found = tensors_of(files)
         prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self._found), "model.")
         head = next((head for head in HEADS if head in self._found), HEADS[0])
-        weights = self.config.weight_names()
-        self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
-        check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
-        for tensor in self._names.values():
+        self._places = places_of(self.config, self._found, prefix, head)
+        wanted = {name: place.shape for place in self._places.values() for name in place.tensors}
+        check_weights(path, self.config, wanted, self._found, layers=prefix + "layers.")
+        for tensor in wanted:
             if self._found[tensor].dtype not in TYPES:
                 kind, known = self._found[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
@@ -60,9 +61,14 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
-        stored = self._names[name]
-        weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
+        parts = [self._read(part).to(torch.float32) for part in self._places[name].parts(rows)]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
+
+    def _read(self, part: Part) -> torch.Tensor:
+        stored = self._found[part.tensor]
+        is_whole = part.matrix is None and part.rows == slice(0, stored.shape[0])
+        return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows, part.matrix)
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"
@@ -133,10 +139,12 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor(file: Path, name: str, rows: slice = ALL) -> torch.Tensor:
-    """One tensor, or some of its rows, in the type it is stored in."""
+def read_tensor(file: Path, name: str, rows: slice = ALL, matrix: int | None = None) -> torch.Tensor:
+    """One tensor, or some of its rows, in the type it is stored in. matrix: which of a stack."""
     try:
         with safe_open(file, framework="pt") as opened:
+            if matrix is not None:
+                return opened.get_slice(name)[matrix : matrix + 1, rows][0]
             return opened.get_tensor(name) if rows == ALL else opened.get_slice(name)[rows]
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error

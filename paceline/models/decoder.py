@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
+from paceline.models.experts import ExpertFfn
 from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
 from paceline.models.quantize import bits_of, head_bits
 from paceline.models.rope import rotary_tables
@@ -39,14 +40,18 @@ class Transformer(nn.Module):
         widths, has = (config.hidden_size, config.intermediate_size), (config.qkv_bias, config.qk_norm)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = Sizes(*widths, *heads, config.rms_eps, *has, config.sandwich_norm, config.activation, bits)
+        sizes = sizes._replace(norms_whole=config.qk_norm_whole, residual_scale=config.residual_scale)
+        experts = [config.experts_of(i) for i in range(config.num_layers)]
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
-            self.layers = nn.ModuleList(Layer(sizes) for _ in range(config.num_layers))
+            ffns = [None if each is None else ExpertFfn(sizes, each) for each in experts]
+            self.layers = nn.ModuleList(Layer(sizes, ffn=ffn) for ffn in ffns)
             self.embed_tokens = vocabulary()
             self.norm = Norm(config.hidden_size, config.rms_eps)
             self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
         ropes = config.rope, config.rope_local or config.rope  # of layers that see everything, with a window
-        self.tables = [rotary_tables(r, config.head_dim, config.max_context).to(device) for r in ropes]
+        turned = config.rotary_dim or config.head_dim
+        self.tables = [rotary_tables(r, turned, config.max_context).to(device) for r in ropes]
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
@@ -88,7 +93,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Residual stream [n, hidden] -> final norm and output layer, [n, vocab] float32."""
-        return self.lm_head(self.norm(hidden)).float()
+        logits: Tensor = self.lm_head(self.norm(hidden)).float()
+        return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def run(
         self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int]

@@ -36,6 +36,8 @@ class Sizes(NamedTuple):
     is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
     activation: str = "silu"
     bits: int = 32  # below, products round as the CPU kernels do
+    norms_whole: bool = False  # q and k norms span all heads
+    residual_scale: float = 1.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,6 +81,11 @@ class Linear(nn.Module):
         x = x if self.bits == 32 else round_activations(x, self.bits)
         return functional.linear(x, self.weight, self.bias)
 
+    def part(self, x: Tensor, rows: slice) -> Tensor:
+        """The product with some rows of the weight alone, without a bias."""
+        x = x if self.bits == 32 else round_activations(x, self.bits)
+        return functional.linear(x, self.weight[rows])
+
     def rows(self, ids: Tensor) -> Tensor:  # [n] -> [n, in]
         return functional.embedding(ids, self.weight)
 
@@ -105,18 +112,27 @@ class Attention(nn.Module):
         self.q_proj = projection(sizes.heads)
         self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
         self.o_proj = Linear.empty(sizes.heads * sizes.dim, sizes.hidden, bits=sizes.bits)
-        self.q_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
-        self.k_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
+        self.norms_whole = sizes.norms_whole
+        widths = [sizes.dim * (n if sizes.norms_whole else 1) for n in (sizes.heads, sizes.kv_heads)]
+        self.q_norm = Norm(widths[0], sizes.eps) if sizes.has_qk_norm else None
+        self.k_norm = Norm(widths[1], sizes.eps) if sizes.has_qk_norm else None
 
     def queries(self, x: Tensor, angles: Angles) -> Tensor:
         """[..., width] -> [..., heads, dim], normed and rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.dim))
-        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
+        return rotate(self._normed(self.q_proj(x), self.q_norm), *angles)
 
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
-        k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
-        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), v
+        v = self.v_proj(x).unflatten(-1, (-1, self.dim))
+        return rotate(self._normed(self.k_proj(x), self.k_norm), *angles), v
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """[..., heads * dim] -> [..., heads, dim], each head normed or all together."""
+        heads = (-1, self.dim)
+        if norm is None or self.norms_whole:
+            return (x if norm is None else norm(x)).unflatten(-1, heads)
+        normed: Tensor = norm(x.unflatten(-1, heads))
+        return normed
 
 
 class DenseFfn(nn.Module):
@@ -140,7 +156,7 @@ class Layer(nn.Module):
         self.mlp = DenseFfn(sizes) if ffn is None else ffn
         self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
-        self.is_sandwich = sizes.is_sandwich
+        self.is_sandwich, self.residual_scale = sizes.is_sandwich, sizes.residual_scale
         if sizes.is_sandwich:
             self.pre_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
             self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
@@ -152,8 +168,8 @@ class Layer(nn.Module):
         attended = attend(self.self_attn.queries(inputs, angles), *self.self_attn.keys_values(inputs, angles))
         added = self.self_attn.o_proj(attended.flatten(-2))
         if not self.is_sandwich:
-            x = x + added
-            return x + self.mlp(self.post_attention_layernorm(x))
+            x = x + added * self.residual_scale
+            return x + self.mlp(self.post_attention_layernorm(x)) * self.residual_scale
         x = x + self.post_attention_layernorm(added)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 

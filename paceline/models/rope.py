@@ -74,7 +74,9 @@ def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> Angles
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., heads, head_dim], cos and sin [..., head_dim / 2]; dimensions before may be missing."""
-    left, right = x.chunk(2, -1)
+    """x [..., heads, head_dim], cos and sin [..., half of what turns]; dimensions before may be missing, and
+    the last of a head may stay as they are."""
+    half = cos.shape[-1]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
