@@ -12,7 +12,7 @@ from paceline.cpu.compile import piece
 from paceline.cpu.lanes import LANES, int_pointer
 from paceline.cpu.layer import turn_head
 from paceline.cpu.paged import BLOCK, Attention, mix_rows, row_of, run_of, score, seen_by, starts_of, weigh
-from paceline.cpu.rows import copy
+from paceline.cpu.rows import copy, normalize
 from paceline.cpu.sync import barrier, range_of
 from paceline.cpu.tiles import PLACE, VALUE_SCALE, round_head
 from paceline.cpu.value_tiles import round_value
@@ -56,6 +56,15 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries."""
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    if m.norms_whole:
+        q_norm = k_norm = 0
+        for row in range(share.part, b.rows, share.threads):
+            q = w.wide + row * layer.qkv.n * 4
+            normalize(q, layer.q_norm, q, m.num_heads * dim, m.eps)
+            k = q + m.num_heads * dim * 4
+            normalize(k, layer.k_norm, k, m.num_kv_heads * dim, m.eps)
+        barrier(share)
     first, last = range_of(share, b.rows * units)
     for item in range(first, last):
         row, unit = item // units, item % units
@@ -63,10 +72,10 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
         slot = slots[row] * m.num_kv_heads + kv_head % m.num_kv_heads
         to = key = keys + slot * m.key_bytes
         if kv_head < 0:
-            turn_head(m, layer, layer.q_norm, here, positions[row])
+            turn_head(m, layer, q_norm, here, positions[row])
             to = w.queries + ((unit // group * b.rows + row) * group + unit % group) * m.key_bytes
         elif kv_head < m.num_kv_heads:
-            turn_head(m, layer, layer.k_norm, here, positions[row])
+            turn_head(m, layer, k_norm, here, positions[row])
         else:
             to = values + slot * m.value_bytes
         if not m.is_rounded:

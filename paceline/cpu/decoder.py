@@ -25,16 +25,18 @@ from paceline.cpu.layer import COLUMNS, LayerRow, Model, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled, Taps, Workspace
 from paceline.cpu.sync import Team, num_threads
+from paceline.cpu.tables import expert_rows, matrix_of, room_of_experts, routing_of
 from paceline.cpu.tiles import PLACE, TAIL
 from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.packed import Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
+from paceline.models.quantize import bits_of, head_bits, padded
 from paceline.models.rope import rotary_tables
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
 Caches = Sequence[LayerCache]
+NOTHING = Matrix(0, 0, 0, 0)
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
 
@@ -57,7 +59,11 @@ class CpuDecoder:
         self.config, self.bits = config, bits_of(dtype)
         self.tensors = tensors  # the tables below hold addresses into them
         ropes = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
-        self._rotary = [rotary_tables(rope, config.head_dim, config.max_context) for rope in ropes]
+        turned = config.rotary_dim or config.head_dim
+        self._rotary = [rotary_tables(rope, turned, config.max_context) for rope in ropes]
+        self._norm = tensors["norm.weight"] * config.logits_scale  # logits are linear in what it gives
+        self._experts = [self._expert_rows(i) for i in range(config.num_layers)]
+        self._woken = array("q", [0])  # experts, in all layers of all passes
         self._layers = numbers(self._layer(i) for i in range(config.num_layers))
         self.model = self._describe()
         self._model = numbers(self.model)
@@ -77,6 +83,8 @@ class CpuDecoder:
         """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
         config = source.config
         sizes = {"heads": config.head_dim, "layers": config.hidden_size, "MLPs": config.intermediate_size}
+        if (experts := config.experts) is not None:
+            sizes |= {"experts": experts.inner, "shared experts": experts.shared_inner}
         for what, size in sizes.items():
             if size % MULTIPLE:
                 need = f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}"
@@ -93,13 +101,6 @@ class CpuDecoder:
         """Memory held by weights."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    def _matrix(self, name: str, width: int, bits: int) -> Matrix:
-        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
-        assert weight.is_contiguous() & bias.is_contiguous(), "the kernels read contiguous tensors"
-        k = width if bits == 32 else padded(width, GROUP[bits])
-        rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
-        return Matrix(weight.data_ptr(), bias.data_ptr(), k, weight.shape[0] * rows)
-
     def _at(self, name: str) -> int:
         return self.tensors[name].data_ptr() if name in self.tensors else 0
 
@@ -110,7 +111,7 @@ class CpuDecoder:
             return self._at(f"layers.{i}.{name}.weight")
 
         def linear(name: str, width: int = config.hidden_size) -> Matrix:
-            return self._matrix(f"layers.{i}.{name}", width, self.bits)
+            return matrix_of(self.tensors, f"layers.{i}.{name}", width, self.bits)
 
         cos, sin = (table.data_ptr() for table in self._rotary[-1 if is_local else 0])
         window = (config.sliding_window or 0) if is_local else 0
@@ -119,19 +120,32 @@ class CpuDecoder:
             after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
         heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
         out, inner = linear("out", config.num_heads * config.head_dim), config.intermediate_size
-        mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
-        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp)
+        before = norm("input_layernorm"), 0, *heads, out, after, mlp_norm
+        if not self._experts[i]:
+            mlp = linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
+            return LayerRow(*before, *mlp)
+        router = matrix_of(self.tensors, f"layers.{i}.router", config.hidden_size, 32)
+        correction = self._at(f"layers.{i}.mlp.gate.e_score_correction_bias")
+        return LayerRow(*before, NOTHING, NOTHING, 0, self._experts[i].buffer_info()[0], router, correction)
+
+    def _expert_rows(self, i: int) -> array[int]:
+        """Empty where the ffn is dense."""
+        experts, hidden = self.config.experts_of(i), self.config.hidden_size
+        if experts is None:
+            return array("q")
+        return numbers(expert_rows(self.tensors, f"layers.{i}.", experts, hidden, self.bits))
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
         names = ["embedding"] * 2 if config.tie_embeddings else ["embedding", "head"]
-        embedding, head = (self._matrix(name, config.hidden_size, bits) for name in names)
+        embedding, head = (matrix_of(self.tensors, name, config.hidden_size, bits) for name in names)
         return Model(
-            embedding, bits == 32, head, self._at("norm.weight"), self._layers.buffer_info()[0],
+            embedding, bits == 32, head, self._norm.data_ptr(), self._layers.buffer_info()[0],
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
             config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
             float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
-            *self._kv_widths(),
+            *self._kv_widths(), config.rotary_dim or config.head_dim, config.qk_norm_whole,
+            float(config.residual_scale), routing_of(config.experts),
         )  # fmt: skip
 
     def _kv_widths(self) -> tuple[int, int]:
@@ -227,18 +241,19 @@ class CpuDecoder:
         self._caches, self._caches_of = array("q", [t.data_ptr() for cache in kv for t in cache]), kv
 
     def _work(self, places: dict[str, int]) -> array[int]:
-        return numbers(Work(self._team.at, **places, widest=self._widest))
+        woken = self._woken.buffer_info()[0]
+        return numbers(Work(self._team.at, **places, widest=self._widest, woken=woken))
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, layer = self.config, self._widest, self._layer(0)
         together = threads * TOGETHER * config.num_heads // config.num_kv_heads
         queries = max(min(rows, FEW_ROWS) * config.num_heads, together)
-        return {
+        sizes = {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
-            "wide": rows * max(layer.qkv.n, layer.gate_up.n) * 4,
-            "narrow": rows * max(layer.out.n, layer.down.n) * 4,
+            "wide": rows * max(layer.qkv.n, 2 * config.intermediate_size) * 4,
+            "narrow": rows * layer.out.n * 4,
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
@@ -255,3 +270,5 @@ class CpuDecoder:
             "near": BATCH * config.vocab_size * 4,
             "masses": BATCH * PIECES * 8,
         }
+        more = room_of_experts(config.experts, config.hidden_size, rows, threads)
+        return sizes | {name: max(size, sizes.get(name, 0)) for name, size in more.items()}

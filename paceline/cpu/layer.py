@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize
+from paceline.cpu.routing import Routing
+from paceline.cpu.rows import add_scaled, copy, fill, gate, normalize
 from paceline.cpu.sync import barrier, range_of, wanted_by
 from paceline.models.quantize import DOT_ROWS
 
@@ -43,6 +45,10 @@ class Model(NamedTuple):
     is_rounded: bool  # queries, keys and values are integers with scales
     key_bytes: int  # of a head of a query or a cached key
     value_bytes: int  # of a head of a cached value
+    rotary: int  # dimensions of a head that turn with the position, the first ones
+    norms_whole: bool  # q and k norms span all heads
+    residual_scale: float
+    routing: Routing
 
 
 class LayerRow(NamedTuple):
@@ -62,6 +68,9 @@ class LayerRow(NamedTuple):
     gate_up: Matrix
     down: Matrix
     after_mlp: int
+    experts: int = 0  # address of [num_experts] ExpertRow (experts.py), in place of gate_up and down
+    router: Matrix = Matrix(0, 0, 0, 0)  # of floats
+    correction: int = 0  # of what experts are chosen by
 
 
 class Work(NamedTuple):
@@ -90,6 +99,14 @@ class Work(NamedTuple):
     found: int = 0  # of draw.py, for each of a few rows: [threads, 2] a float64 score and a token, or a count
     near: int = 0  # [vocab] int32: tokens near the best
     masses: int = 0  # [PIECES] float64: sums of probabilities
+    # of experts.py, where `slots` experts work for a row:
+    routed: int = 0  # [2, rows, router's outputs]
+    chosen: int = 0  # [rows, slots] int64: experts
+    shares: int = 0  # [rows, slots]
+    ranks: int = 0  # [rows, slots] int64: places among all experts' rows, grouped by expert
+    starts: int = 0  # [experts + 1] int64: where those of an expert begin
+    gated: int = 0  # [threads, COLUMNS]
+    woken: int = 0  # int64: experts that were woken in all layers since it was zero
 
 
 LAYER_BYTES = 8 * size_of(LayerRow)
@@ -131,7 +148,7 @@ def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
 @piece
 def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
     """Norm, where there is a weight, and rotate a head in place; pairs are (i, i + half)."""
-    half = m.dim // 2
+    half = m.rotary // 2
     if norm != 0:
         normalize(here, norm, here, m.dim, m.eps)
     x, cos = carray(float_pointer(here), m.dim), carray(float_pointer(layer.cos + position * half * 4), half)
@@ -160,17 +177,17 @@ def ask(share, matrix, size):  # type: ignore[no-untyped-def]
 
 @piece
 def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
-    """h += narrow, or its norm where there is a weight."""
+    """h += narrow, or its norm where there is a weight, times the model's factor."""
     for row in range(share.part, rows, share.threads):
         added = w.narrow + row * stride * 4
         if after != 0:
             normalize(added, after, added, m.hidden, m.eps)
-        add(w.h + row * m.hidden * 4, added, m.hidden)
+        add_scaled(w.h + row * m.hidden * 4, added, m.hidden, np.float32(m.residual_scale))
 
 
 @unrolled
-def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
-    """From `ready`, which is what attention found, to the residual stream after the layer. size: SIZES of
+def leave_attention(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From `ready`, which is what attention found, to the residual stream before the ffn. size: SIZES of
     the product."""
     width = m.num_heads * m.dim
     blocks = (width + COLUMNS - 1) // COLUMNS
@@ -183,6 +200,11 @@ def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[n
     multiply(product, share, layer.out, w, w.narrow, rows)
     ask(share, layer.gate_up, size)
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
+
+
+@unrolled
+def dense_ffn(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From there to the residual stream after the layer."""
     put_norms(put, share, rows, m, w, layer.mlp_norm)
     multiply(product, share, layer.gate_up, w, w.wide, rows)
     ask(share, layer.down, size)
@@ -197,3 +219,10 @@ def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[n
             put(ready, m.inner, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.down, w, w.narrow, rows)
     _add_block(share, rows, m, w, layer.after_mlp, layer.down.n)
+
+
+@unrolled
+def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """Both."""
+    leave_attention(product, put, size, share, rows, m, layer, w)
+    dense_ffn(product, put, size, share, rows, m, layer, w)

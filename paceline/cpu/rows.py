@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, types
 
 from paceline.cpu.compile import piece, piece_named
-from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
+from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, fma, instruction
 from paceline.cpu.matmul import BLOCK_8, GROUP_8, REBASE, stored_scale
 from paceline.models.quantize import DOT_ROWS, GROUP
 
@@ -73,6 +73,13 @@ def add(x_at, added_at, width):  # type: ignore[no-untyped-def]
     x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
     for i in range(width):
         x[i] += added[i]
+
+
+@piece
+def add_scaled(x_at, added_at, width, factor):  # type: ignore[no-untyped-def]
+    x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
+    for i in range(width):
+        x[i] = fma(added[i], factor, x[i])
 
 
 @piece
