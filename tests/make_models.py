@@ -21,8 +21,12 @@ FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
 # four multipliers; biases everywhere.
 OTHER_FAMILIES = ("smollm3", "phi3", "phi3_long", "olmo2", "olmo3", "ministral3", "granite", "llama_biased")
 GGUF_FAMILIES = FAMILIES + OTHER_FAMILIES
-GGUF_ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}
-PERMUTED = ("llama", "smollm3", "mistral3", "granite")  # as llama.cpp's conversion has it
+EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe")
+GGUF_ARCHITECTURES = {
+    "gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+}  # fmt: skip
+PERMUTED = ("llama", "smollm3", "mistral3", "granite", "granitemoe")  # as llama.cpp's conversion has it
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
 CHAT_TEMPLATE = (
@@ -132,6 +136,43 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "llama_biased": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 192,
+    },
+    "qwen3_moe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "granitemoe": {
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 1.5,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_hidden_layers": 3,
+    },
 }
 
 
@@ -152,6 +193,9 @@ def tiny_hf(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_random_weight(name, weight, family, generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="64KB" if is_sharded else "5GB")
     return folder
 
@@ -175,6 +219,12 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "ministral3": (tf.Ministral3Config, tf.Ministral3ForCausalLM),
         "granite": (tf.GraniteConfig, tf.GraniteForCausalLM),
         "llama_biased": (tf.LlamaConfig, tf.LlamaForCausalLM),
+        "mixtral": (tf.MixtralConfig, tf.MixtralForCausalLM),
+        "olmoe": (tf.OlmoeConfig, tf.OlmoeForCausalLM),
+        "qwen2_moe": (tf.Qwen2MoeConfig, tf.Qwen2MoeForCausalLM),
+        "qwen3_moe": (tf.Qwen3MoeConfig, tf.Qwen3MoeForCausalLM),
+        "granitemoe": (tf.GraniteMoeConfig, tf.GraniteMoeForCausalLM),
+        "glm4_moe": (tf.Glm4MoeConfig, tf.Glm4MoeForCausalLM),
     }
     config, model = kinds[family]
     return model(config(**{**SIZES, **FAMILY_SIZES[family], **overrides}))
@@ -194,7 +244,7 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
         return noise / weight.shape[-1] ** 0.5
     if weight.ndim == 1:
         return 0.1 * noise
-    return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[1])
+    return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[-1])
 
 
 def part_of(state: dict[str, Any], name: str, config: Any) -> Any:
@@ -258,7 +308,7 @@ def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
     names = gguf.get_tensor_name_map(
         next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), config["num_hidden_layers"]
     )
-    for name, values in folder_weights(from_folder).items():
+    for name, values in stacked(folder_weights(from_folder)).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         kind = gguf.GGMLQuantizationType[quant] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
@@ -282,6 +332,25 @@ def folder_weights(folder: Path) -> dict[str, np.ndarray]:
     for file in sorted(folder.glob("*.safetensors")):
         weights |= {name: tensor.to(torch.float32).numpy() for name, tensor in load_file(file).items()}
     return weights
+
+
+def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with each layer's experts in one tensor for gate, up and down, as GGUF's writers name them."""
+    made: dict[str, np.ndarray] = {}
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in weights.items():
+        before, _, after = name.partition(".experts.")
+        if after:
+            number, _, part = after.partition(".")
+            found.setdefault(f"{before}.experts.{part}", {})[int(number)] = values
+        elif name.endswith("input_linear.weight"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, 1), strict=True):
+                made[name.replace("block_sparse_moe.input_linear", f"mlp.experts.{part}_proj")] = half
+        elif name.endswith("shared_expert_gate.weight"):
+            made[name] = values[0]
+        else:
+            made[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
+    return made | {name: np.stack([parts[i] for i in sorted(parts)]) for name, parts in found.items()}
 
 
 def encode(values: np.ndarray, kind: Any) -> np.ndarray:
@@ -326,6 +395,8 @@ def _add_config(writer: Any, config: dict[str, Any], arch: str) -> None:
     if arch == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if "num_experts_per_tok" in config:
+        _add_experts(writer, config)
     if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text", "phi3", "olmo3"):
         writer.add_sliding_window(config["sliding_window"])
 
@@ -359,6 +430,29 @@ def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(longest / original) / math.log(original)))
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def _add_experts(writer: Any, config: dict[str, Any]) -> None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    writer.add_expert_count(next(config[name] for name in names if name in config))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config["model_type"] == "granitemoe":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+        writer.add_attention_scale(config["attention_multiplier"])
+    if config["model_type"] == "glm4_moe":
+        writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:

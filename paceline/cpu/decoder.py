@@ -25,16 +25,18 @@ from paceline.cpu.layer import COLUMNS, LayerRow, Model, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled, Taps, Workspace
 from paceline.cpu.sync import Team, num_threads
+from paceline.cpu.tables import expert_rows, matrix_of, room_of_experts, routing_of
 from paceline.cpu.tiles import PLACE, TAIL
 from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.packed import Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
+from paceline.models.quantize import bits_of, head_bits, padded
 from paceline.models.rope import query_scales, rotary_tables
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
 Caches = Sequence[LayerCache]
+NOTHING = Matrix(0, 0, 0, 0)
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
 
@@ -64,6 +66,8 @@ class CpuDecoder:
         self._attending = [i for i in range(config.num_layers) if not config.is_recurrent(i)]
         self._kept: list[torch.Tensor] = []
         self._rows: list[array[int]] = []
+        self._experts = [self._expert_rows(i) for i in range(config.num_layers)]
+        self._woken = array("q", [0])  # experts, in all layers of all passes
         layers = [self._layer(i) for i in range(config.num_layers)]
         self._layers = numbers(layers)
         self.model = self._describe()
@@ -88,6 +92,8 @@ class CpuDecoder:
         sizes = {"heads": config.head_dim, "layers": config.hidden_size, "MLPs": config.intermediate_size}
         if (own := config.recurrent) is not None:
             sizes |= {"recurrent keys": own.key_dim, "recurrent values": own.value_dim}
+        if (experts := config.experts) is not None:
+            sizes |= {"experts": experts.inner, "shared experts": experts.shared_inner}
         for what, size in sizes.items():
             if size % MULTIPLE:
                 need = f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}"
@@ -104,13 +110,6 @@ class CpuDecoder:
         """Memory held by weights."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    def _matrix(self, name: str, width: int, bits: int) -> Matrix:
-        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
-        assert weight.is_contiguous() & bias.is_contiguous(), "the kernels read contiguous tensors"
-        k = width if bits == 32 else padded(width, GROUP[bits])
-        rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
-        return Matrix(weight.data_ptr(), bias.data_ptr(), k, weight.shape[0] * rows)
-
     def _at(self, name: str) -> int:
         return self.tensors[name].data_ptr() if name in self.tensors else 0
 
@@ -121,7 +120,7 @@ class CpuDecoder:
             return self._at(f"layers.{i}.{name}.weight")
 
         def linear(name: str, width: int = config.hidden_size) -> Matrix:
-            return self._matrix(f"layers.{i}.{name}", width, self.bits)
+            return matrix_of(self.tensors, f"layers.{i}.{name}", width, self.bits)
 
         cos, sin = (table.data_ptr() for table in self._rotary[config.rope_of(i)])
         window = (config.sliding_window or 0) if is_local else 0
@@ -133,10 +132,22 @@ class CpuDecoder:
         gates = width + 2 * config.num_kv_heads * config.head_dim if config.gated_attention else 0
         if config.recurrent is not None and config.is_recurrent(i):
             width, gates = config.recurrent.value_heads * config.recurrent.value_dim, 0
-        out = linear("out", width)
-        mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
+        before = norm("input_layernorm"), 0, *heads, linear("out", width), after, mlp_norm
         more = self._at(f"layers.{i}.self_attn.sinks"), width, gates, self._recurrent(i, heads[0].n)
-        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp, *more)
+        if not self._experts[i]:
+            mlp = linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
+            return LayerRow(*before, *mlp, *more)
+        router = matrix_of(self.tensors, f"layers.{i}.router", config.hidden_size, 32)
+        correction = self._at(f"layers.{i}.mlp.gate.e_score_correction_bias")
+        experts = self._experts[i].buffer_info()[0], router, correction
+        return LayerRow(*before, NOTHING, NOTHING, 0, *more, *experts)
+
+    def _expert_rows(self, i: int) -> array[int]:
+        """Empty where the ffn is dense."""
+        experts, hidden = self.config.experts_of(i), self.config.hidden_size
+        if experts is None:
+            return array("q")
+        return numbers(expert_rows(self.tensors, f"layers.{i}.", experts, hidden, self.bits))
 
     def _recurrent(self, i: int, stride: int) -> int:
         """Where what the kernel must know of a recurrent layer lies; 0 if it attends. stride: of a row of its
@@ -161,7 +172,7 @@ class CpuDecoder:
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
         names = ["embedding"] * 2 if config.tie_embeddings else ["embedding", "head"]
-        embedding, head = (self._matrix(name, config.hidden_size, bits) for name in names)
+        embedding, head = (matrix_of(self.tensors, name, config.hidden_size, bits) for name in names)
         return Model(
             embedding, bits == 32, head, self._norm.data_ptr(), self._layers.buffer_info()[0],
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
@@ -169,6 +180,7 @@ class CpuDecoder:
             float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
             *self._kv_widths(), config.rotary_width, config.qk_norm_over_heads,
             0 if self._query_scales is None else self._query_scales.data_ptr(), float(config.residual_scale),
+            routing_of(config.experts),
         )  # fmt: skip
 
     def _kv_widths(self) -> tuple[int, int]:
@@ -266,14 +278,15 @@ class CpuDecoder:
         self._caches, self._caches_of = array("q", [t.data_ptr() for cache in kv for t in cache]), kv
 
     def _work(self, places: dict[str, int]) -> array[int]:
-        return numbers(Work(self._team.at, **places, widest=self._widest))
+        woken = self._woken.buffer_info()[0]
+        return numbers(Work(self._team.at, **places, widest=self._widest, woken=woken))
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, recurrent = self.config, self._widest, self.config.recurrent
         together = threads * TOGETHER * config.num_heads // config.num_kv_heads
         queries = max(min(rows, FEW_ROWS) * config.num_heads, together)
-        return {
+        sizes = {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
             "wide": rows * self._wide * 4,
@@ -296,3 +309,5 @@ class CpuDecoder:
             "state": 0 if recurrent is None else recurrent.state_bytes,
             "tail": 0 if recurrent is None else recurrent.tail_bytes,
         }
+        more = room_of_experts(config.experts, config.hidden_size, rows, threads)
+        return sizes | {name: max(size, sizes.get(name, 0)) for name, size in more.items()}

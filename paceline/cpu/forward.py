@@ -14,8 +14,19 @@ from numba import carray
 
 from paceline.cpu.attend import attend, expand_tables, place, trace_paths
 from paceline.cpu.compile import invoke, kernel, piece, piece_named, struct
+from paceline.cpu.experts import mix_4, mix_8, mix_32
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.layer import Model, Work, ask, layer_of, leave_layer, multiply, put_norm, put_norms
+from paceline.cpu.layer import (
+    Model,
+    Work,
+    ask,
+    dense_ffn,
+    layer_of,
+    leave_attention,
+    multiply,
+    put_norm,
+    put_norms,
+)
 from paceline.cpu.matmul import SIZES, product_4, product_8, product_32
 from paceline.cpu.rows import copy, embed_8, embed_32, put_4, put_8, put_32
 from paceline.cpu.sync import barrier, in_region
@@ -75,7 +86,9 @@ def _pick(share, b, m, w, logits):  # type: ignore[no-untyped-def]
             picked[row] = choose(logits + row * stride, largest[row])
 
 
-def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
+def _pass_of(
+    bits: int, product: Any, put: Any, mix: Any, head_product: Any, head_put: Any, embed: Any
+) -> Any:
     """What each thread does: of kernels that differ in the kind of weights."""
     size, head_size = SIZES[bits], SIZES[head_bits(bits)]
 
@@ -104,7 +117,11 @@ def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any
                 place(share, b, m, layer, w, keys, values)
                 barrier(share)
                 attend(share, b, m, layer, w, keys, values)
-            leave_layer(product, put, size, share, b.rows, m, layer, w)
+            leave_attention(product, put, size, share, b.rows, m, layer, w)
+            if layer.experts == 0:
+                dense_ffn(product, put, size, share, b.rows, m, layer, w)
+            else:
+                mix(share, b.rows, m, layer, w)
         _tap(share, b, m, w, b.depth)
         ask(share, m.head, head_size)
         barrier(share)
@@ -119,9 +136,9 @@ def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any
     return run
 
 
-run_32 = _pass_of(32, product_32, put_32, product_32, put_32, embed_32)
-run_8 = _pass_of(8, product_8, put_8, product_8, put_8, embed_8)
-run_4 = _pass_of(4, product_4, put_4, product_8, put_8, embed_8)
+run_32 = _pass_of(32, product_32, put_32, mix_32, product_32, put_32, embed_32)
+run_8 = _pass_of(8, product_8, put_8, mix_8, product_8, put_8, embed_8)
+run_4 = _pass_of(4, product_4, put_4, mix_4, product_8, put_8, embed_8)
 
 
 @kernel(parallel=True)

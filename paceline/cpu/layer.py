@@ -14,6 +14,7 @@ from numba import carray
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
+from paceline.cpu.routing import Routing
 from paceline.cpu.rows import add, copy, fill, gate, normalize, open_gates
 from paceline.cpu.sync import barrier, range_of, wanted_by
 from paceline.models.quantize import DOT_ROWS
@@ -46,7 +47,8 @@ class Model(NamedTuple):
     rotary: int  # numbers of a head that turn, its first
     is_norm_over_heads: bool  # one norm of a row's queries, one of its keys; else one for each head
     query_scales: int  # address of [max_context] floats that queries are multiplied by; 0: none
-    residual_scale: float  # of what attention and the MLP add
+    residual_scale: float  # of what attention and the ffn add
+    routing: Routing
 
 
 class LayerRow(NamedTuple):
@@ -70,6 +72,9 @@ class LayerRow(NamedTuple):
     width: int = 0  # of what `out` reads; 0: that of all heads
     gates: int = 0  # the column of `wide` from which what was attended is gated; 0: it is not
     recurrent: int = 0  # address of a recurrent.Recurrent; 0: the layer attends
+    experts: int = 0  # address of [num_experts] ExpertRow (experts.py), in place of gate_up and down
+    router: Matrix = Matrix(0, 0, 0, 0)  # of floats
+    correction: int = 0  # of what experts are chosen by
 
 
 class Work(NamedTuple):
@@ -100,6 +105,14 @@ class Work(NamedTuple):
     masses: int = 0  # [PIECES] float64: sums of probabilities
     state: int = 0  # of a recurrent layer, after a row that leaves none
     tail: int = 0
+    # of experts.py, where `slots` experts work for a row:
+    routed: int = 0  # [2, rows, router's outputs]
+    chosen: int = 0  # [rows, slots] int64: experts
+    shares: int = 0  # [rows, slots]
+    ranks: int = 0  # [rows, slots] int64: places among all experts' rows, grouped by expert
+    starts: int = 0  # [experts + 1] int64: where those of an expert begin
+    gated: int = 0  # [threads, COLUMNS]
+    woken: int = 0  # int64: experts that were woken in all layers since it was zero
 
 
 LAYER_BYTES = 8 * size_of(LayerRow)
@@ -179,8 +192,8 @@ def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def
 
 
 @unrolled
-def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
-    """From `ready`, which is what attention found, to the residual stream after the layer. size: SIZES of
+def leave_attention(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From `ready`, which is what attention found, to the residual stream before the ffn. size: SIZES of
     the product."""
     width = m.num_heads * m.dim if layer.width == 0 else layer.width
     blocks = (width + COLUMNS - 1) // COLUMNS
@@ -196,6 +209,11 @@ def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[n
     multiply(product, share, layer.out, w, w.narrow, rows)
     ask(share, layer.gate_up, size)
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
+
+
+@unrolled
+def dense_ffn(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From there to the residual stream after the layer."""
     put_norms(put, share, rows, m, w, layer.mlp_norm)
     multiply(product, share, layer.gate_up, w, w.wide, rows)
     ask(share, layer.down, size)
@@ -210,3 +228,10 @@ def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[n
             put(ready, m.inner, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.down, w, w.narrow, rows)
     _add_block(share, rows, m, w, layer.after_mlp, layer.down.n)
+
+
+@unrolled
+def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """Both."""
+    leave_attention(product, put, size, share, rows, m, layer, w)
+    dense_ffn(product, put, size, share, rows, m, layer, w)

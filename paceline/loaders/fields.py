@@ -20,6 +20,7 @@ from paceline.models.config import Family, ModelConfig
 MAX_JSON_BYTES = 64 << 20
 MAX_COUNT = 1 << 40  # above any size or position of a real model, and products of two stay cheap
 MAX_LAYERS = 1_024
+MAX_DRAFTING = 4  # layers behind a decoder's that only draft
 ALL = slice(None)  # rows of a tensor
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
@@ -123,6 +124,9 @@ class Fields:
         return value
 
 
+QK_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "qwen3_5", "olmoe", "qwen3_moe")
+
+
 def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     """What the file says, and what its family fixes. What the decoder takes for granted is checked here."""
     if family == "gemma3":
@@ -131,9 +135,10 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
     if family in ("olmo2", "olmo3"):
-        values |= {"post_norm": True, "qk_norm_over_heads": True}
-    has_qk_norm = family in ("qwen3", "gemma3", "olmo2", "olmo3", "qwen3_5")
-    config = ModelConfig(family=family, qk_norm=has_qk_norm, **values)
+        values |= {"post_norm": True}
+    values = {"qk_norm": family in QK_NORMED} | values
+    over_heads = family in ("olmo2", "olmo3", "olmoe")
+    config = ModelConfig(family=family, qk_norm_over_heads=over_heads, **values)
     heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
     windows, sets = config.local_layers, (config.rope.divisors, config.rope.long_divisors)
     is_part = turned % 2 == 0 and turned <= config.head_dim
@@ -177,12 +182,15 @@ def rows_at(first: int, count: int, rows: slice) -> slice:
     return slice(first + start, first + stop)
 
 
-def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Found, layers: str) -> None:
-    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
-    names: the config's weights to the file's tensors; layers: begins the names of all layers' tensors."""
-    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, place_rows(config, names)[1])
-    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
+def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Found, layers: str) -> None:
+    """Every wanted tensor is in the file with its shape, and no layer has a tensor beyond those. layers:
+    begins the names of all layers' tensors; GLM has layers for drafting behind the last."""
+    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, wanted)
+    others = (name for name in found.keys() - wanted.keys() if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
+    if config.family == "glm4_moe":
+        behind = tuple(f"{layers}{config.num_layers + i}." for i in range(MAX_DRAFTING))
+        unused = [name for name in unused if not name.startswith(behind)]
     if unused:
         raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder")
 

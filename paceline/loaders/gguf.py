@@ -22,12 +22,19 @@ from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
 # Families whose q and k rows are interleaved in the file: those that are converted as llama is.
-PERMUTED = ("llama", "mistral", "smollm3", "ministral3", "granite")
+PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "ministral3", "granite", "granitemoe")
 # Chat end tokens that many files fail to list as such; a control token of this text always ends an answer.
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 CONTROL = 3  # token type
 MAX_DIVISORS = 1 << 16
 KINDS, BLOCKS = gguf.GGMLQuantizationType, gguf.GGML_QUANT_SIZES  # BLOCKS: values and bytes of a block
+
+
+def _as_matrix(info: TensorInfo) -> TensorInfo:
+    """Stacked experts lie one below the other; the gate of a shared one is stored as a vector."""
+    if len(info.shape) > 2 or info.name.endswith("ffn_gate_inp_shexp.weight"):
+        return info._replace(shape=(math.prod(info.shape[:-1]), info.shape[-1]))
+    return info
 
 
 class GgufCheckpoint:
@@ -47,9 +54,10 @@ class GgufCheckpoint:
         self.config: ModelConfig = read_config(path, header, divisors, self._divisors("rope_factors_long"))
         self._shapes = self.config.weight_names()
         names = {weight: gguf_name(self.config, weight) for weight in self._shapes}
-        check_weights(path, self.config, names, header.tensors, layers="blk.")
-        self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
-        self._firsts, _ = place_rows(self.config, names)
+        tensors = {name: _as_matrix(info) for name, info in header.tensors.items()}
+        self._firsts, wanted = place_rows(self.config, names)
+        check_weights(path, self.config, wanted, tensors, layers="blk.")
+        self._stored = {weight: tensors[stored] for weight, stored in names.items()}
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paceline.core.errors import ModelFileError
+from paceline.loaders.expert_config import EXPERT_FAMILIES, gguf_experts
 from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
@@ -33,14 +34,15 @@ CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"
 SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
 UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
+# by architecture; some of the same architecture are told apart by what they hold
 FAMILIES: dict[str, Family] = {
     "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
     "smollm3": "smollm3", "phi3": "phi3", "olmo2": "olmo2", "granite": "granite", "mistral3": "ministral3",
+    "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+    "granitemoe": "granitemoe", "glm4moe": "glm4_moe",
 }  # fmt: skip
 PATTERN = "attention.sliding_window_pattern"
-REFUSED = (
-    "expert_count", "attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_length",
-)  # fmt: skip
+REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_length")
 # What only some families' graphs read, under the names of ModelConfig.
 SCALES = {"embedding_scale": "embed_scale", "residual_scale": "residual_scale", "logit_scale": "logits_scale"}
 PERIODS = {"gemma3": 6, "olmo3": 4, "smollm3": 4}  # of layers with windows, or without rotary embedding
@@ -54,7 +56,11 @@ LAYER_NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
+CORRECTION = "e_score_correction_bias"  # of routers
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -174,6 +180,10 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     _, layer, part = stem.split(".", 2)
     if kind == "sinks":
         return f"blk.{layer}.attn_sinks.weight"
+    if kind == CORRECTION:
+        return f"blk.{layer}.exp_probs_b.bias"
+    if config.family == "glm4_moe" and part == "post_attention_layernorm":
+        return f"blk.{layer}.post_attention_norm.{kind}"
     names = LAYER_NAMES | SANDWICH_NAMES if config.sandwich_norm or config.post_norm else LAYER_NAMES
     names = names | PHI_NAMES if config.family == "phi3" else names
     return f"blk.{layer}.{names[part]}.{kind}"
@@ -191,8 +201,11 @@ def read_config(
     exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
     own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
     keys = Fields(f"{path}: {arch} metadata", own)
-    keys.refuse_any(REFUSED, "use a dense model without it")
-    # mistral models are stored under the llama architecture; only the name tells them apart.
+    # mixtral and mistral models have the llama architecture; only the name tells the latter apart.
+    if family == "llama" and keys.get("expert_count"):
+        family = "mixtral"
+    dense = () if family in EXPERT_FAMILIES else ("expert_count",)
+    keys.refuse_any((*REFUSED, *dense), "use a model without it")
     if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
         family = "mistral"
     if family == "olmo2" and keys.get("attention.sliding_window"):
@@ -200,10 +213,13 @@ def read_config(
     is_gemma = family == "gemma3"
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
+    if keys.get("nextn_predict_layers"):  # the last layers only draft
+        layers = max(layers - keys.count("nextn_predict_layers"), 1)
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     turned = keys.count("rope.dimension_count", head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.count(key, head_dim) != head_dim and (family != "phi3" or key == "attention.value_length"):
+        is_part = key == "rope.dimension_count" and family in ("phi3", "glm4_moe")
+        if keys.count(key, head_dim) != head_dim and not is_part:
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
     scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
@@ -217,6 +233,7 @@ def read_config(
     elif window:
         period = keys.count(PATTERN) if pattern else PERIODS.get(family, 0)
         slides = tuple(not period or i % period < period - 1 for i in some_layers)
+    norms = {"qk_norm": "blk.0.attn_q_norm.weight" in header.tensors} if family == "glm4_moe" else {}
     return family_config(
         str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
         head_dim=head_dim, num_kv_heads=keys.count("attention.head_count_kv", heads),
@@ -230,13 +247,13 @@ def read_config(
         qkv_bias="blk.0.attn_q.bias" in header.tensors, out_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_down.bias" in header.tensors, sliding_window=window, local_layers=slides,
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
-        **_scales(keys, family),
+        experts=gguf_experts(family, keys, layers, header.tensors), **norms, **_scales(keys, family),
     )  # fmt: skip
 
 
 def _scales(keys: Fields, family: Family) -> dict[str, float]:
     """Granite's; logits are divided by what its files say."""
-    if family != "granite":
+    if family not in ("granite", "granitemoe"):
         keys.refuse_any(SCALES, f"no {family} model has it")
         return {}
     scales = {name: keys.number(key, 1.0) for key, name in SCALES.items()}

@@ -12,6 +12,7 @@ from math import log, sqrt
 from typing import Any, get_args
 
 from paceline.core.errors import ModelFileError
+from paceline.loaders.expert_config import COUNTS, EXPERT_FAMILIES, hf_experts
 from paceline.loaders.fields import MAX_COUNT, MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeConfig
 
@@ -20,15 +21,27 @@ FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "qwen3_5_text": "qwen3_5",
 }
 REFUSED = (
-    "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
-    "final_logit_softcapping", "use_bidirectional_attention",
+    "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    "clip_qkv",
 )  # fmt: skip
-# Whose classes have biases where these keys ask for them: of q, k, v and o (qwen2: of q, k and v, always); of
-# the MLP.
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # attention over a compressed cache
+# Whose classes have biases where these keys ask for them: of q, k, v and o (of the first three alone in some,
+# and there in some always); of the MLP.
 BIASED = {
-    "attention_bias": ("llama", "qwen2", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"),
+    "attention_bias": (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "glm4_moe",
+    ),
     "mlp_bias": ("llama", "smollm3", "granite"),
 }
+ALWAYS_BIASED, ONLY_INPUTS_BIASED = ("qwen2", "qwen2_moe"), ("qwen2", "glm4_moe")
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
 DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -61,7 +74,17 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         },
     },
     "granite": {},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    "olmoe": {"rms_norm_eps": 1e-5},
+    "qwen2_moe": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5_632},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "granitemoe": {},
+    "glm4_moe": {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True,
+        "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
+PARTLY_TURNED = ("phi3", "qwen3_5", "glm4_moe")  # families with rotary embedding of a part of each head
 MULTIMODAL = ("mistral3",)  # what the text model is, its own section says
 
 
@@ -71,19 +94,22 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     name = outer.text("model_type")
     if name in MULTIMODAL:
         name = outer.section("text_config").text("model_type")
+    if name in LATENT:
+        raise ModelFileError(f"{source}: {name}'s latent attention (MLA) is not supported; use another model")
     if name not in FAMILIES:
         raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
-    keys.refuse_any(REFUSED, "use a dense model without it")
+    refused = *REFUSED, *(("use_sliding_window",) if family in EXPERT_FAMILIES else COUNTS)
+    keys.refuse_any(refused, "use a model without it")
     names = ("gelu_pytorch_tanh", "gelu_tanh") if family == "gemma3" else ("silu", "swish")
     for key in ("hidden_act", "hidden_activation"):
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
-    turns_part = family in ("phi3", "qwen3_5")
+    turns_part = family in PARTLY_TURNED
     sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=turns_part)
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes |= _biases(family, keys)
@@ -93,7 +119,8 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
     if any(local_layers):
         sizes |= {"sliding_window": keys.count("sliding_window"), "local_layers": local_layers}
-    return family_config(source, family, **sizes | _own_settings(family, keys, sizes))
+    sizes |= {"experts": hf_experts(family, keys, layers)} | _own_settings(family, keys, sizes)
+    return family_config(source, family, **sizes)
 
 
 def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,23 +141,21 @@ def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dic
         original = parameters.count("original_max_position_embeddings")
         beta = parameters.number("llama_4_scaling_beta")
         return {"rope": replace(sizes["rope"], query_beta=beta, original_context=original)}
-    if family == "granite":
-        return {
-            "embed_scale": keys.number("embedding_multiplier", 1.0),
-            "attention_scale": keys.number("attention_multiplier", 1.0),
-            "residual_scale": keys.number("residual_multiplier", 1.0),
-            "logits_scale": 1.0 / keys.number("logits_scaling", 1.0),
-        }
-    return {}
+    if family in ("granite", "granitemoe"):
+        scales = {"embed": "embedding", "attention": "attention", "residual": "residual"}
+        found = {f"{ours}_scale": keys.number(f"{theirs}_multiplier", 1.0) for ours, theirs in scales.items()}
+        return found | {"logits_scale": 1.0 / keys.number("logits_scaling", 1.0)}
+    return {"qk_norm": keys.flag("use_qk_norm", False)} if family == "glm4_moe" else {}
 
 
 def _biases(family: Family, keys: Fields) -> dict[str, bool]:
     for key, families in BIASED.items():
         if family not in families:
             keys.refuse_any([key], f"no {family} model has it, use one without")
-    out_bias = keys.flag("attention_bias", False) and family != "qwen2"
-    mlp_bias = keys.flag("mlp_bias", False)
-    return {"qkv_bias": out_bias or family == "qwen2", "out_bias": out_bias, "mlp_bias": mlp_bias}
+    asked, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
+    qkv_bias = asked or (family in ALWAYS_BIASED and keys.flag("qkv_bias", True))
+    out_bias = asked and family not in ONLY_INPUTS_BIASED
+    return {"qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
 
 
 def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -156,7 +181,7 @@ def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bo
     if partial != 1.0:
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
         if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
-            known = "only 1, and less for phi3 and qwen3_5"
+            known = f"only 1, and less for {', '.join(PARTLY_TURNED)}"
             what = f"partial_rotary_factor = {partial} is not supported, {known}"
             raise ModelFileError(f"{keys.source}: {what}")
     rope = _scaled_rope(parameters, theta, keys)
@@ -180,9 +205,10 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     """Which layers see only a sliding window."""
     if family in ("llama", "olmo2", "granite", "qwen3_5") or keys.get("sliding_window") is None:
         return ()
-    if family in ("mistral", "ministral3", "phi3"):
+    if family in ("mistral", "ministral3", "phi3", "mixtral"):
         return (True,) * layers
-    if family in ("qwen2", "qwen3", "smollm3") and not keys.flag("use_sliding_window", False):
+    asks = ("qwen2", "qwen3", "smollm3")
+    if family in EXPERT_FAMILIES or (family in asks and not keys.flag("use_sliding_window", False)):
         return ()
     types = keys.get("layer_types")
     if types is not None:

@@ -15,13 +15,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.loaders.fields import ALL
+from paceline.loaders.fields import ALL, Shapes
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
@@ -31,18 +32,17 @@ ALIGNMENT = 64
 GATE_ROWS = 64
 BLOCK_BYTES = {8: DOT_ROWS * 64 + 2 * DOT_ROWS, 4: DOT_ROWS * 16 + 4 * DOT_ROWS}
 TYPES = {torch.uint8: "U8", torch.float32: "F32"}
-LINEARS = {
+ATTENTION = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
 }
 RECURRENT = {
     "qkv": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     "out": ("linear_attn.out_proj",),
 }
+DENSE = (*ATTENTION, "gate_up", "down")  # products of a layer without experts
 # how the names of what stays as it is end
-VECTORS = ("norm.weight", "self_attn.sinks", "conv1d.weight", "dt_bias", "A_log")
+VECTORS = ("norm.weight", "self_attn.sinks", "correction_bias", "conv1d.weight", "dt_bias", "A_log")
 CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
@@ -71,14 +71,36 @@ def cache_path(source: Checkpoint, bits: int) -> Path:
     return cache_dir() / "packed" / f"{stem}-{source.fingerprint[:12]}-{name}-{version}.safetensors"
 
 
-def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
-    """Every product of the model: its name, the tensors whose rows it stacks, its bits."""
+class Linear(NamedTuple):
+    """A product of the model."""
+
+    name: str
+    parts: list[str]  # tensors whose rows it stacks
+    bits: int
+    num_experts: int = 1  # whose matrices follow each other, with one bias for all
+
+
+def _linears(config: ModelConfig, bits: int) -> Iterator[Linear]:
     for i in range(config.num_layers):
-        for name, parts in (LINEARS | RECURRENT if config.is_recurrent(i) else LINEARS).items():
-            yield f"layers.{i}.{name}", [f"layers.{i}.{part}" for part in parts], bits
-    yield "embedding", ["embed_tokens"], head_bits(bits)
+        before, experts = f"layers.{i}.", config.experts_of(i)
+        for name, parts in (RECURRENT if config.is_recurrent(i) else ATTENTION).items():
+            yield Linear(before + name, [before + part for part in parts], bits)
+        if experts is None:
+            yield from _ffn(before, before + "mlp.", bits)
+            continue
+        gates = ["mlp.gate"] + ["mlp.shared_expert_gate"] * experts.has_shared_gate
+        yield Linear(before + "router", [before + gate for gate in gates], 32)
+        yield from _ffn(before + "experts.", before + "mlp.experts.", bits, experts.count)
+        if experts.shared_inner:
+            yield from _ffn(before + "shared.", before + "mlp.shared_expert.", bits)
+    yield Linear("embedding", ["embed_tokens"], head_bits(bits))
     if not config.tie_embeddings:
-        yield "head", ["lm_head"], head_bits(bits)
+        yield Linear("head", ["lm_head"], head_bits(bits))
+
+
+def _ffn(to: str, parts: str, bits: int, num_experts: int = 1) -> Iterator[Linear]:
+    yield Linear(to + "gate_up", [parts + "gate_proj", parts + "up_proj"], bits, num_experts)
+    yield Linear(to + "down", [parts + "down_proj"], bits, num_experts)
 
 
 def gate_up_order(inner: int) -> list[int]:
@@ -106,41 +128,49 @@ def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[
     for name in names:
         if name.endswith(VECTORS):
             yield name, [source.tensor(name).float().contiguous()]
-    for to, parts, its_bits in _linears(source.config, bits):
+    for linear in _linears(source.config, bits):
+        to, parts, its_bits, num_experts = linear
         biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
-        bias = torch.cat(biases or [torch.zeros(names[f"{part}.weight"][0]) for part in parts]).float()
+        zeros = [torch.zeros(names[f"{part}.weight"][0] // num_experts) for part in parts]
+        bias = torch.cat(biases or zeros).float()
         if to.endswith("gate_up"):
             bias = bias[gate_up_order(len(bias) // 2)]
-        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, to, parts))
-        yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if bits == 32 else DOT_ROWS)))]
+        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, linear, names))
+        yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if its_bits == 32 else DOT_ROWS)))]
 
 
-def _rows(source: Checkpoint, to: str, parts: list[str]) -> Iterator[torch.Tensor]:
+def _rows(source: Checkpoint, linear: Linear, names: Shapes) -> Iterator[torch.Tensor]:
     """The rows that a product stacks, in the kernels' order, some at a time where they are many: gate and up
-    side by side, q, k and v whole."""
-    count, width = source.config.weight_names()[f"{parts[0]}.weight"]
-    step = max(CHUNK_BYTES // (4 * width * GATE_ROWS), 1) * GATE_ROWS
-    if count <= step or to.endswith("qkv"):
+    side by side, expert by expert; q, k and v whole."""
+    total, width = names[f"{linear.parts[0]}.weight"]
+    count, step = total // linear.num_experts, max(CHUNK_BYTES // (4 * width * GATE_ROWS), 1) * GATE_ROWS
+    if count <= step or linear.name.endswith("qkv"):
         step = count
-    for first in range(0, count, step):
-        rows = ALL if step == count else slice(first, min(first + step, count))
-        weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in parts])
-        if to.endswith("qkv") and source.config.gated_attention and "q_proj" in parts[0]:
-            config = source.config
-            weight = weight[gated_order(config.num_heads, config.num_kv_heads, config.head_dim)]
-        yield weight[gate_up_order(len(weight) // 2)] if to.endswith("gate_up") else weight
+    config = source.config
+    is_gated = config.gated_attention and "self_attn.q_proj" in linear.parts[0]
+    for start in range(0, total, count):
+        for first in range(0, count, step):
+            rows = slice(start + first, start + min(first + step, count))
+            rows = ALL if step == total else rows
+            weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in linear.parts])
+            if is_gated:
+                weight = weight[gated_order(config.num_heads, config.num_kv_heads, config.head_dim)]
+            yield weight[gate_up_order(len(weight) // 2)] if linear.name.endswith("gate_up") else weight
 
 
 def expected(config: ModelConfig, bits: int) -> Kinds:
     """Name, type and shape of every tensor of a quantized model, in the order they are packed in."""
     shapes = config.weight_names()
-    vectors = [name for name in shapes if name.endswith(VECTORS)]
-    wanted = {name: (torch.float32, tuple(shapes[name])) for name in vectors}
-    for to, parts, its_bits in _linears(config, bits):
+    wanted: Kinds = {n: (torch.float32, tuple(shape)) for n, shape in shapes.items() if n.endswith(VECTORS)}
+    for to, parts, its_bits, num_experts in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
-        size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
-        wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
-        wanted[f"{to}.bias"] = torch.float32, (size,)
+        if its_bits == 32:  # a router
+            size = padded(rows, FLOAT_ROWS)
+            wanted[f"{to}.weight"] = torch.float32, (size // FLOAT_ROWS, width, FLOAT_ROWS)
+        else:
+            size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
+            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
+        wanted[f"{to}.bias"] = torch.float32, (size // num_experts,)
     return wanted
 
 

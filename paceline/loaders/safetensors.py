@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders import fields
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
+from paceline.loaders.places import Part, places_of
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
@@ -25,10 +25,7 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-FUSED = {
-    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
-}  # fmt: skip
+OFFSET = ("gemma3", "qwen3_5")  # families whose norms are stored as w and multiply as 1 + w
 
 
 class StoredTensor(NamedTuple):
@@ -53,14 +50,10 @@ class SafetensorsCheckpoint:
         self.stored = tensors_of(files)
         prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self.stored), "model.")
         head = next((head for head in HEADS if head in self.stored), HEADS[0])
-        self._names = {
-            weight: head if weight == "lm_head.weight" else prefix + stored_name(self.config, weight)
-            for weight in self.config.weight_names()
-        }
-        self._firsts, _ = fields.place_rows(self.config, self._names)
-        self._shapes = self.config.weight_names()
-        check_weights(path, self.config, self._names, self.stored, layers=prefix + "layers.")
-        for tensor in self._names.values():
+        self._places = places_of(self.config, self.stored, prefix, head)
+        wanted = {name: place.shape for place in self._places.values() for name in place.tensors}
+        check_weights(path, self.config, wanted, self.stored, layers=prefix + "layers.")
+        for tensor in wanted:
             if self.stored[tensor].dtype not in TYPES:
                 kind, known = self.stored[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
@@ -72,12 +65,15 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
-        stored, count = self._names[name], self._shapes[name][0]
-        if count < self.stored[stored].shape[0]:
-            rows = fields.rows_at(self._firsts[name], count, rows)
-        weight = read_tensor(self.stored[stored].file, stored, rows).to(torch.float32)
-        is_offset = self.config.family in ("gemma3", "qwen3_5") and name.endswith("norm.weight")
+        parts = [self._read(part).to(torch.float32) for part in self._places[name].parts(rows)]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        is_offset = self.config.family in OFFSET and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
+
+    def _read(self, part: Part) -> torch.Tensor:
+        stored = self.stored[part.tensor]
+        is_whole = part.matrix is None and part.rows == slice(0, stored.shape[0])
+        return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows, part.matrix)
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"
@@ -100,14 +96,6 @@ class SafetensorsCheckpoint:
             known = {i: _token_text(token) for i, token in added.items() if i.isdecimal() and len(i) < 10}
             ids += [int(i) for i, its_text in known.items() if its_text == text][:1]
         return unique_ids(ids, self.config.vocab_size)
-
-
-def stored_name(config: ModelConfig, weight: str) -> str:
-    """What transformers calls the tensor in which a weight is, or is a part."""
-    parts = weight.split(".")
-    if config.family == "phi3" and parts[-2] in FUSED:
-        parts[-2] = FUSED[parts[-2]]
-    return ".".join(parts)
 
 
 def _token_text(value: Any) -> str | None:
@@ -156,10 +144,12 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor(file: Path, name: str, rows: slice = ALL) -> torch.Tensor:
-    """One tensor, or some of its rows, in the type it is stored in."""
+def read_tensor(file: Path, name: str, rows: slice = ALL, matrix: int | None = None) -> torch.Tensor:
+    """One tensor, or some of its rows, in the type it is stored in. matrix: which of a stack."""
     try:
         with safe_open(file, framework="pt") as opened:
+            if matrix is not None:
+                return opened.get_slice(name)[matrix : matrix + 1, rows][0]
             return opened.get_tensor(name) if rows == ALL else opened.get_slice(name)[rows]
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error

@@ -26,7 +26,7 @@ from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import SCALE_SHIFT, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import open_checkpoint
-from paceline.loaders.packed import LINEARS, Tensors
+from paceline.loaders.packed import DENSE, Tensors
 from paceline.measure import limits
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
@@ -109,7 +109,9 @@ class Model(NamedTuple):
 
     def products(self) -> Iterator[Subject]:
         config, bits = self.on.config, bits_of(self.on.dtype)
-        kinds = {name: (bits, [f"layers.{i}.{name}" for i in range(config.num_layers)]) for name in LINEARS}
+        layers = [f"layers.{i}." for i in range(config.num_layers)]
+        dense = {name: [at + name for at in layers if f"{at}{name}.weight" in self.tensors] for name in DENSE}
+        kinds = {name: (bits, names) for name, names in dense.items() if names}
         kinds["head"] = head_bits(bits), ["embedding" if config.tie_embeddings else "head"]
         for name, (width, names) in kinds.items():
             yield product_of(width, self.tensors, names, {"kernel": name, "dtype": self.on.dtype})

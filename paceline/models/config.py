@@ -1,7 +1,8 @@
-"""What a dense decoder is, independent of the file it came from: both loaders produce this one description.
+"""What a decoder is, independent of the file it came from: both loaders produce this one description.
 
 Weight names are Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1"
-is folded in by the loader); phi's fused projections are named by their parts.
+is folded in by the loader); phi's fused projections are named by their parts. Experts of a layer lie one
+below the other in one matrix, whatever a file does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5",
     "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
 ]  # fmt: skip
 
 
@@ -85,6 +87,43 @@ class RecurrentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """An ffn of many experts, of which a router wakes a few for each token.
+
+    A softmax over the chosen experts alone is one over all of them with `normalizes`."""
+
+    count: int
+    per_token: int
+    inner: int  # width of an expert
+    router: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a correction of what is chosen by
+    normalizes: bool = True  # the chosen experts' shares sum up to `scale`
+    scale: float = 1.0  # of all shares
+    groups: int = 1  # sigmoid: experts are chosen from the best `top_groups` of so many groups
+    top_groups: int = 1
+    shared_inner: int = 0  # width of an expert that every token wakes; 0: there is none
+    has_shared_gate: bool = False  # its share is the sigmoid of a product with the token; else one
+    dense_layers: tuple[int, ...] = ()  # which have a dense ffn instead
+
+    def expected_woken(self, rows: float) -> float:
+        """Distinct experts that this many rows wake in a layer if each chooses for itself."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
+
+    def weight_names(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        count, inner, shared = self.count, self.inner, self.shared_inner
+        names: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+        if self.router == "sigmoid":
+            names["gate.e_score_correction_bias"] = (count,)
+        names |= {f"experts.{part}_proj.weight": (count * inner, hidden) for part in ("gate", "up")}
+        names["experts.down_proj.weight"] = (count * hidden, inner)
+        if shared:
+            names |= {f"shared_expert.{part}_proj.weight": (shared, hidden) for part in ("gate", "up")}
+            names["shared_expert.down_proj.weight"] = (hidden, shared)
+        if self.has_shared_gate:
+            names["shared_expert_gate.weight"] = (1, hidden)
+        return names
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     family: Family
     vocab_size: int
@@ -109,7 +148,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
-    residual_scale: float = 1.0  # multiplies what attention and the MLP add
+    residual_scale: float = 1.0  # multiplies what attention and the ffn add to the residual stream
     logits_scale: float = 1.0  # multiplies logits
     rotary_dim: int = 0  # numbers of a head that turn, its first; 0: the whole head
     rope_layers: tuple[bool, ...] = ()  # which layers turn queries and keys; empty: all
@@ -118,6 +157,7 @@ class ModelConfig:
     local_layers: tuple[bool, ...] = ()  # which layers use the sliding window; empty: none
     gated_attention: bool = False  # what is attended is multiplied by a sigmoid, of rows beside each query's
     recurrent: RecurrentConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def scale(self) -> float:
@@ -143,22 +183,28 @@ class ModelConfig:
             return NO_ROPE
         return self.rope_local if self.rope_local and self.is_local(layer) else self.rope
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """None where the ffn is dense."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
         h, inner = self.hidden_size, self.intermediate_size
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:
             names["lm_head.weight"] = (self.vocab_size, h)
-        layer: dict[str, tuple[int, ...]] = {}
+        dense: dict[str, tuple[int, ...]] = {}
         for proj in ("gate", "up"):
-            layer |= _linear(f"mlp.{proj}_proj", inner, h, self.mlp_bias)
-        layer |= _linear("mlp.down_proj", h, inner, self.mlp_bias)
-        layer |= {f"{norm}_layernorm.weight": (h,) for norm in self.layer_norms()}
+            dense |= _linear(f"{proj}_proj", inner, h, self.mlp_bias)
+        dense |= _linear("down_proj", h, inner, self.mlp_bias)
+        norms: dict[str, tuple[int, ...]] = {f"{n}_layernorm.weight": (h,) for n in self.layer_norms()}
         attention = self._attention_names()
         recurrent = {} if self.recurrent is None else self.recurrent.weight_names(h)
         for i in range(self.num_layers):
-            mixer = recurrent if self.is_recurrent(i) else attention
-            names |= {f"layers.{i}.{n}": shape for n, shape in (mixer | layer).items()}
+            mixer, experts = recurrent if self.is_recurrent(i) else attention, self.experts_of(i)
+            ffn = dense if experts is None else experts.weight_names(h)
+            own = mixer | {f"mlp.{name}": shape for name, shape in ffn.items()} | norms
+            names |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
         return names
 
     def _attention_names(self) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
+from paceline.models.experts import ExpertFfn
 from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
 from paceline.models.quantize import bits_of, head_bits
 from paceline.models.recurrent import GatedDeltaNet
@@ -65,11 +66,12 @@ class Transformer(nn.Module):
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
     def _layer(self, i: int, sizes: Sizes) -> Layer:
-        if not self.config.is_recurrent(i):
-            return Layer(sizes)
-        assert self.config.recurrent is not None
-        recurrent = GatedDeltaNet(self.config.recurrent, sizes.hidden, sizes.eps, sizes.bits)
-        return Layer(sizes, recurrent=recurrent)
+        recurrent, experts = self.config.recurrent, self.config.experts_of(i)
+        ffn = None if experts is None else ExpertFfn(sizes, experts)
+        if recurrent is None or not recurrent.layers[i]:
+            return Layer(sizes, ffn=ffn)
+        mixer = GatedDeltaNet(recurrent, sizes.hidden, sizes.eps, sizes.bits)
+        return Layer(sizes, ffn=ffn, recurrent=mixer)
 
     @classmethod
     def load(

@@ -87,6 +87,11 @@ class Linear(nn.Module):
         x = x if self.bits == 32 else round_activations(x, self.bits)
         return functional.linear(x, self.weight, self.bias)
 
+    def part(self, x: Tensor, rows: slice) -> Tensor:
+        """The product with some rows of the weight alone, without a bias."""
+        x = x if self.bits == 32 else round_activations(x, self.bits)
+        return functional.linear(x, self.weight[rows])
+
     def rows(self, ids: Tensor) -> Tensor:  # [n] -> [n, in]
         return functional.embedding(ids, self.weight)
 

@@ -1,0 +1,99 @@
+"""Where the tensors of a safetensors folder keep each weight of a config, whatever they are called.
+
+Invariant: a weight is the rows of its tensors one below the other. Most have one tensor; a matrix of experts
+has one for each of them, or a part of a stack, in which gate and up are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from paceline.loaders.fields import place_rows
+from paceline.models.config import ModelConfig
+
+# other names of what `weight_names` calls so, behind the number of a layer
+OTHERS = {
+    "mlp.gate.weight": ("block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight"),
+    **{
+        f"mlp.shared_expert.{part}_proj.weight": (f"mlp.shared_experts.{part}_proj.weight",)
+        for part in ("gate", "up", "down")
+    },
+}
+FUSED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
+SHORT = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's
+JOINED = (
+    "mlp.experts.gate_up_proj",
+    "block_sparse_moe.input_linear.weight",
+)  # [experts, gate and up, hidden]
+DOWN = ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight")  # [experts, hidden, inner]
+
+
+class Part(NamedTuple):
+    """Some rows of a tensor, or of a matrix of a stack."""
+
+    tensor: str
+    rows: slice
+    matrix: int | None
+
+
+class Place(NamedTuple):
+    tensors: list[str]
+    shape: tuple[int, ...]  # that each of them must have
+    num_rows: int  # of the weight, in each tensor or matrix
+    first: int = 0  # the row where they begin
+    is_stack: bool = False  # of matrices
+
+    def parts(self, rows: slice) -> Iterator[Part]:
+        """Where these rows of the weight lie."""
+        each = self.num_rows
+        start, stop, _ = rows.indices(each * (self.shape[0] if self.is_stack else len(self.tensors)))
+        for i in range(start // each, -(-stop // each)):
+            low, high = max(start - i * each, 0), min(stop - i * each, each)
+            own = slice(self.first + low, self.first + high)
+            yield Part(self.tensors[0 if self.is_stack else i], own, i if self.is_stack else None)
+
+
+def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str) -> dict[str, Place]:
+    """Of every weight; what is not found would be where Hugging Face's files have it. prefix: begins all
+    names but the head's."""
+    names, weights = dict[str, str](), config.weight_names()
+    for name in weights:
+        number, _, part = name.partition("layers.")[2].partition(".")
+        others = [f"{prefix}layers.{number}.{other}" for other in OTHERS.get(part, ())]
+        plain = head if name == "lm_head.weight" else prefix + _joined(config, name)
+        names[name] = next((other for other in others if other in found), plain)
+    firsts, shapes = place_rows(config, names)
+    places = {n: Place([names[n]], shapes[names[n]], shape[0], firsts[n]) for n, shape in weights.items()}
+    for name in (name for name in weights if ".mlp.experts." in name):
+        layer, _, part = name.partition("mlp.experts.")
+        places[name] = _of_experts(config, found, prefix + layer, part.partition("_")[0])
+    return places
+
+
+def _joined(config: ModelConfig, name: str) -> str:
+    """What transformers calls the tensor of which a weight is a part, in families that have such."""
+    parts = name.split(".")
+    if config.family == "phi3" and parts[-2] in FUSED:
+        parts[-2] = FUSED[parts[-2]]
+    return ".".join(parts)
+
+
+def _of_experts(config: ModelConfig, found: Container[str], layer: str, part: str) -> Place:
+    """part: gate, up or down. Names end with the first that is not there."""
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    rows, width = (hidden, experts.inner) if part == "down" else (experts.inner, hidden)
+    stacks = [layer + name for name in (DOWN if part == "down" else JOINED) if layer + name in found]
+    if stacks:
+        total, first = rows if part == "down" else 2 * rows, rows if part == "up" else 0
+        return Place(stacks[:1], (experts.count, total, width), rows, first, is_stack=True)
+    short = f"{layer}block_sparse_moe.experts.{{}}.{SHORT[part]}.weight"
+    pattern = short if short.format(0) in found else f"{layer}mlp.experts.{{}}.{part}_proj.weight"
+    names: list[str] = []
+    while len(names) < experts.count and (not names or names[-1] in found):
+        names.append(pattern.format(len(names)))
+    return Place(names, (rows, width), rows)
