@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from paceline.cpu.compile import VARIANT
 from paceline.cpu.decoder import CpuDecoder
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tests.laws.harness import RandomCheckpoint
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
@@ -59,7 +60,26 @@ def config_of(
 ODD = config_of(
     80, 112, (6, 2, 16), 203, window=70, tied=False
 )  # no width is a whole number of groups, the window cuts a chunk
-ALL = (ODD, config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True), config_of(96, 64, (2, 1, 48), 17))
+# no width of an expert is a whole number of groups either, the shared one is wider; the first layer is dense
+EXPERTS = replace(
+    config_of(80, 112, (4, 2, 16), 93),
+    qk_norm=True,
+    qk_norm_whole=True,
+    rotary_dim=8,
+    residual_scale=0.5,
+    logits_scale=0.3,
+    num_layers=3,
+    experts=ExpertsConfig(
+        12, 3, 48, "sigmoid", scale=1.5, groups=4, top_groups=2, shared_inner=112, has_shared_gate=True,
+        dense_layers=(0,),
+    ),
+)  # fmt: skip
+ALL = (
+    ODD,
+    config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True),
+    config_of(96, 64, (2, 1, 48), 17),
+    EXPERTS,
+)
 
 
 @cache

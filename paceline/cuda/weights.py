@@ -139,8 +139,8 @@ class WeightReader:
 
 def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:
     """Of a checkpoint."""
-    if config.experts is not None or config.residual_scale != 1.0 or config.logits_scale != 1.0:
-        raise ConfigError(f"{config.family} models do not run on a GPU yet; use device cpu")
+    if config.experts is not None:
+        raise ConfigError(f"{config.family} models have experts, which a GPU cannot run yet; use device cpu")
     names, activations = config.weight_names(), dtype_of(dtype)
     reader = WeightReader(source.tensor, names, device, activations, BITS.get(dtype), exact)
     size = config.head_dim, config.max_context
