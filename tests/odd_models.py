@@ -15,7 +15,7 @@ import torch
 
 from paceline.cpu.compile import VARIANT
 from paceline.cpu.decoder import CpuDecoder
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tests.laws.harness import RandomCheckpoint
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
@@ -75,11 +75,26 @@ EXTRA = replace(  # what gemma has not
     rope_layers=(True, False),
     attention_sinks=True,
 )
+# no width of an expert is a whole number of groups either, the shared one is wider; the first layer is dense
+EXPERTS = replace(
+    config_of(80, 112, (4, 2, 16), 93),
+    qk_norm=True,
+    qk_norm_over_heads=True,
+    rotary_dim=8,
+    residual_scale=0.5,
+    logits_scale=0.3,
+    num_layers=3,
+    experts=ExpertsConfig(
+        12, 3, 48, "sigmoid", scale=1.5, groups=4, top_groups=2, shared_inner=112, has_shared_gate=True,
+        dense_layers=(0,),
+    ),
+)  # fmt: skip
 ALL = (
     ODD,
     config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True),
     config_of(96, 64, (2, 1, 48), 17),
     EXTRA,
+    EXPERTS,
 )
 
 

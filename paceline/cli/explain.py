@@ -78,7 +78,7 @@ def explain(asked: Explain) -> None:
     text, screen = console.given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)
 
     def settle(chunk: Chunk) -> None:
-        recorder.settle([token.id for token in chunk.tokens])
+        recorder.settle([token.id for token in chunk.tokens], llm.engine.executor.decoder.woken)
         print_step(screen, recorder.steps)
 
     with paceline.LLM(engine) as llm:
@@ -152,7 +152,8 @@ def print_step(screen: Console, steps: list[Step]) -> None:
     if step.rule not in {other.rule for other in before}:
         _print(screen, Text(step.explanation, "dim"))
     rows = f"{step.num_rows} tokens: {step.num_rows - len(step.nodes)} known, {len(step.nodes)} drafted"
-    _print(screen, Text(f"one pass over {rows}; {step.num_cached} were cached before it"))
+    woke = f"; it woke {step.experts:.1f} experts a layer" if step.experts is not None else ""
+    _print(screen, Text(f"one pass over {rows}; {step.num_cached} were cached before it{woke}"))
     text = Text(f"{shown(step.before)[1:-1]} ", "dim")
     _print(screen, text, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
     for guide, node in _drawn(step.nodes, 0):

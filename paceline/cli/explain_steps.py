@@ -85,6 +85,7 @@ class Step:
     emitted_ids: list[int] = field(default_factory=list)
     num_cached_after: int | None = None  # None: the request has ended and its blocks are free
     blocks_after: list[int] = field(default_factory=list)
+    experts: float | None = None  # that the pass woke in a layer, on average
 
     @property
     def explanation(self) -> str:
@@ -151,9 +152,10 @@ class Recorder:
                     if node.index in event.path or node.p is not None:
                         node.fate = "accepted" if node.index in event.path else "rejected"
 
-    def settle(self, tokens: list[int]) -> None:
-        """After the commit: what was emitted, and what the cache holds now."""
+    def settle(self, tokens: list[int], woken: float = 0.0) -> None:
+        """After the commit: what was emitted, and what the cache holds now. woken: experts of a layer."""
         step, cache = self.steps[-1], self._request.cache
+        step.experts = woken or None
         step.emitted, step.emitted_ids = [self.text(token) for token in tokens], tokens
         if not self._request.is_finished:
             step.num_cached_after, step.blocks_after = cache.num_cached, list(cache.blocks)

@@ -67,7 +67,7 @@ class CpuDecoder:
         self._kept: list[torch.Tensor] = []
         self._rows: list[array[int]] = []
         self._experts = [self._expert_rows(i) for i in range(config.num_layers)]
-        self._woken = array("q", [0])  # experts, in all layers of all passes
+        self._woken = array("q", [0])  # experts, in all layers of a pass
         layers = [self._layer(i) for i in range(config.num_layers)]
         self._layers = numbers(layers)
         self.model = self._describe()
@@ -109,6 +109,11 @@ class CpuDecoder:
     def num_bytes(self) -> int:
         """Memory held by weights."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def woken(self) -> float:
+        """Distinct experts that the last pass woke in a layer that has them, on average."""
+        return self._woken[0] / max(sum(map(bool, self._experts)), 1)
 
     def _at(self, name: str) -> int:
         return self.tensors[name].data_ptr() if name in self.tensors else 0
@@ -204,6 +209,7 @@ class CpuDecoder:
             for n in hidden_layers:
                 taps[n] = hidden.address_of(n)
         ready = self.prepare(batch, kv, taps, depth)
+        self._woken[0] = 0
         FORWARD[self.bits](*ready.arguments)
         picked, vocab, logits = None, self.config.vocab_size, ready.logits
         if batch.picks is not None:

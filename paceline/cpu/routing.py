@@ -1,7 +1,7 @@
 """Which experts a row wakes, and with what shares: models/experts.py's router behind its product.
 
 Invariant: a row's choice depends on its own logits alone; of equal scores the first expert's wins. Logits
-that are no numbers choose an expert that exists, too.
+that are no numbers choose an expert that exists, too, and its share is no number either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numba import carray
 from paceline.cpu.compile import piece
 from paceline.cpu.lanes import LANES, Emitter, float_pointer, floats, instruction, int_pointer
 
-ZERO, ONE, TINY, NEVER = np.float32(0), np.float32(1), np.float32(1e-20), np.float32(-np.inf)
+ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-20)
+NEVER, NO_NUMBER = np.float32(-np.inf), np.float32(np.nan)
 
 
 class Routing(NamedTuple):
@@ -100,8 +101,9 @@ def route(r, logits_at, scores_at, n, correction, chosen_at, shares_at):  # type
         for e in range(r.num_experts):
             if choice[e] > high:
                 best, high = e, choice[e]
-        chosen[i], shares[i], choice[best] = best, scores[best], NEVER
+        share = scores[best] if high > NEVER else NO_NUMBER
+        chosen[i], shares[i], choice[best] = best, share, NEVER
         if r.normalizes:
-            total += scores[best]
+            total += share
     for i in range(r.per_token):
         shares[i] = shares[i] / (total + TINY) * np.float32(r.scale)

@@ -61,7 +61,7 @@ class PassSpec(NamedTuple):
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
-    picks_cuts = False
+    picks_cuts, woken = False, 0.0
 
     def __init__(self, config: ModelConfig, weights: Weights, capture: Capture, is_exact: bool) -> None:
         self.config, self.weights, self.device, self.is_exact = config, weights, weights.norm.device, is_exact

@@ -100,6 +100,8 @@ def _machine(asked: Paper) -> Hardware:
 def _model(on: Deployment) -> dict[str, Any]:
     sizes = ("dtype", "kv_dtype", "weight_bytes", "bytes_read", "kv_bytes_per_token", "kv_bytes")
     sized = {name: getattr(on, name) for name in sizes}
+    if (experts := on.config.experts) is not None:
+        sized |= {"active_parameters": on.active_parameters, "experts": experts.count}
     return {"parameters": on.num_parameters, **sized, "tokens_per_second": on.batch / on.seconds(1)}
 
 
@@ -120,7 +122,8 @@ def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
     bound = "memory" if on.is_memory_bound(num_rows) else "arithmetic"
     times = {"ms": 1000 * on.seconds(num_rows), "relative": on.relative(num_rows)}
     counted = {"flops": work.flops, "bytes": work.num_bytes, "intensity": work.flops / work.num_bytes}
-    return {"tokens": num_rows, **counted, "bound": bound, **times}
+    woken = {"experts": on.woken(num_rows)} if on.config.experts is not None else {}
+    return {"tokens": num_rows, **counted, "bound": bound, **times, **woken}
 
 
 def _speedups(target: Deployment, cost: float, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
@@ -137,11 +140,16 @@ def tables(report: dict[str, Any]) -> list[Table]:
         f"Drafted tokens checked for free, a sequence: {free} ({slower} takes longer than {quicker}).",
         f"Plain decoding: at most {speed:,.1f} tokens/s.",
     ]
-    passes = table_of("a pass of the target", (), PASSES, report["passes"])._replace(notes=notes)
+    columns, experts = PASSES, report["model"].get("experts")
+    if experts is not None:
+        columns = PASSES | {f"experts of {experts}": "{experts:.1f}"}
+        notes[0] = "No drafted token is checked for free: each wakes experts of its own in every layer."
+    passes = table_of("a pass of the target", (), columns, report["passes"])._replace(notes=notes)
     lines = []
     for model in filter(None, (report["model"], report["draft"])):
         weights = f"{model['dtype']} {_amount(model['weight_bytes'])}B"
-        held = f"{_amount(model['parameters'])} parameters, {weights}"
+        active = f" ({_amount(model['active_parameters'])} active)" if "experts" in model else ""
+        held = f"{_amount(model['parameters'])} parameters{active}, {weights}"
         kept = f"K/V {_amount(model['kv_bytes_per_token'])}B a token ({model['kv_dtype']})"
         batch = f"{_amount(model['kv_bytes'])}B for {report['batch']} x {report['context']}"
         lines.append(f"{model['name']}: {held}, {kept}, {batch}")

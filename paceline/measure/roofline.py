@@ -1,9 +1,10 @@
 """The roofline: what a pass must read and multiply, what a machine can do at best, and the time that follows.
-A pass reads every weight and each request's cached keys and values once, and multiplies for every row. It
-takes the longer of the two times; while that is reading, further rows are free, which is what a draft lives
-on. All times are lower bounds. And the formulas of speculative decoding, where α is the probability that a
-drafted token is accepted given that all before it were (one for all depths, or one for each), and costs are
-relative to a pass over one token. Invariant: drafting nothing gains exactly 1.
+A pass reads every weight (of experts those that its rows wake, as if each row chose for itself) and each
+request's cached keys and values once, and multiplies for every row. It takes the longer of the two times;
+while that is reading, further rows are free, which is what a draft lives on. All times are lower bounds. And
+the formulas of speculative decoding, where α is the probability that a drafted token is accepted given that
+all before it were (one for all depths, or one for each), and costs are relative to a pass over one token.
+Invariant: drafting nothing gains exactly 1.
 """
 
 from __future__ import annotations
@@ -120,17 +121,36 @@ class Deployment:
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         self.num_parameters = sum(sizes.values())
         # Norms and the embedding lookup multiply nothing worth counting.
-        self._layers = sum(sizes[n] for n in sizes if n.startswith("layers.") and len(shapes[n]) == 2)
+        matrices = sum(sizes[n] for n in sizes if n.startswith("layers.") and len(shapes[n]) == 2)
+        routed = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
+        self._layers = matrices - routed  # of every pass
+        self._expert = routed // config.experts.count if config.experts else 0  # one of each layer
         self._head = config.vocab_size * config.hidden_size
         # Rounding to int4 costs embedding and head most, so they stay int8.
         head_bytes = self._head * WIDTHS["int8" if self.dtype == "int4" else self.dtype]
-        self.bytes_read = self._layers * WIDTHS[self.dtype] + head_bytes  # of weights, in a pass
+        self._always = self._layers * WIDTHS[self.dtype] + head_bytes
+        self.bytes_read = self._weights_read(1)  # of weights, in a pass over a row of each request
         # In memory: an embedding that is not the head too is only looked up.
-        self.weight_bytes = self.bytes_read + (0 if config.tie_embeddings else head_bytes)
+        held = self._always + routed * WIDTHS[self.dtype]
+        self.weight_bytes = held + (0 if config.tie_embeddings else head_bytes)
         scales = KEY_SCALES if self.kv_dtype == "int8" else 0
         self._kv_head = 2 * config.head_dim * KV_WIDTHS[self.kv_dtype] + scales  # bytes of a key and a value
         self.kv_bytes_per_token = config.num_attending * config.num_kv_heads * self._kv_head
         self.kv_bytes = self.batch * self.context * self.kv_bytes_per_token
+
+    def woken(self, num_rows: int) -> float:
+        """Distinct experts of a layer in a pass with `num_rows` rows for each request."""
+        experts = self.config.experts
+        return experts.expected_woken(self.batch * num_rows) if experts is not None else 0.0
+
+    def _weights_read(self, num_rows: int) -> float:
+        return self._always + self.woken(num_rows) * self._expert * WIDTHS[self.dtype]
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token is multiplied with."""
+        experts = self.config.experts
+        return self._head + self._layers + (experts.per_token * self._expert if experts is not None else 0)
 
     def _seen(self, length: float) -> float:
         """Tokens that a row sees, added over layers: those with a sliding window see no more than it."""
@@ -146,10 +166,11 @@ class Deployment:
         # The scores q·k and the sum of values, a multiply-add each; integer sums have weights of two bytes.
         is_integer = self.kv_dtype == "int8"
         attention = (6 if is_integer else 4) * config.num_heads * config.head_dim * seen * rows
-        products = 2.0 * (self._layers * rows + self._head * logits)
+        products = 2.0 * ((self.active_parameters - self._head) * rows + self._head * logits)
         wide = "float32" if self.dtype == "float32" else "bfloat16"
         scores = Work(**{self.hardware.kind("int8" if is_integer else wide): attention})
-        work = Work(self.bytes_read + self.batch * read, **{self.hardware.kind(self.dtype): products})
+        read = self._weights_read(num_rows) + self.batch * read
+        work = Work(read, **{self.hardware.kind(self.dtype): products})
         return work.plus(scores)
 
     def seconds(self, num_rows: int) -> float:
@@ -164,7 +185,10 @@ class Deployment:
 
     @property
     def free_rows(self) -> int:
-        """The most rows a request may have while the pass is bound by memory; 0 where one is too many."""
+        """The most rows a request may have while the pass is bound by memory and reads no more weights; 0
+        where one is too many."""
+        if self.config.experts is not None:  # further rows wake further ones
+            return min(1, self.is_memory_bound(1))
         return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: not self.is_memory_bound(rows))
 
 

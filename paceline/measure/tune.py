@@ -16,6 +16,7 @@ from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import require
 from paceline.core.params import SamplingParams
+from paceline.core.types import Cached, Segment
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter
 from paceline.engine.engine import Engine
@@ -27,7 +28,9 @@ from paceline.measure.options import Tune
 from paceline.measure.prompts import chosen, load
 from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
+from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import StepRecord
+from paceline.runtime.timing import ROWS
 from paceline.runtime.timing import measure as time_passes
 
 LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of drafters that run no model, and that do
@@ -73,6 +76,19 @@ class Prices(NamedTuple):
         rows = 1 + drafted
         longer = self.target.pass_seconds(rows, self.cached, rows * self.cached)
         return longer - self.target.pass_seconds(1, self.cached, self.cached)
+
+
+def woken_by_rows(executor: LocalExecutor, ids: Sequence[int]) -> dict[int, float]:
+    """Distinct experts that the first tokens of a text wake in a layer, by their number; empty where there
+    are none, or they are not counted."""
+    found, cache = {}, Cached()
+    if executor.config.experts is None or not executor.kv.reserve(cache, min(len(ids), max(ROWS))):
+        return {}
+    for rows in sorted(rows for rows in ROWS if rows <= len(ids)):
+        executor.forward([Segment(ids[:rows], cache)])
+        found[rows] = executor.decoder.woken
+    executor.kv.free(cache)
+    return found if all(found.values()) else {}
 
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
@@ -146,6 +162,7 @@ class Run:
                 "tokens": self.num_tokens,
                 "plain_tokens_per_second": 1 / plain,
                 "passes": self.costs.to_json(),
+                "experts": self._experts(),
                 "drafters": {name: self._drafter(name, plain) for name in self.lengths},
                 "auto": self._speedup(AUTO),
             }
@@ -171,6 +188,16 @@ class Run:
                     written = found["num_tokens"]
                     self.num_prompts, self.num_tokens = number + 1, self.num_tokens + written
                     self.num_cached += written * (len(ids) + written // 2)
+
+    def _experts(self) -> dict[str, Any] | None:
+        """Woken by the rows of a pass, as measured and if each row chose for itself; what rows share."""
+        executor, experts = self.llm.engine.executor, self.llm.checkpoint.config.experts
+        found = woken_by_rows(executor, engines.ids_of(self.llm.tokenizer, self.prompts[0].text))
+        if experts is None or max(found, default=1) == 1:
+            return None
+        alone = {rows: experts.expected_woken(rows) for rows in found}
+        more, apart = (sum(by_rows.values()) - len(found) * experts.per_token for by_rows in (found, alone))
+        return {"woken": found, "independent": alone, "factor": more / apart}
 
     def _engines(self, tell: Tell) -> dict[str, Engine]:
         """New ones, that know no text yet, for every length. A drafter that runs a model knows the text of
@@ -254,6 +281,12 @@ def tables(report: dict[str, Any]) -> list[Table]:
     passes = ", ".join(f"{rows}: {1e3 * s:.2f}" for rows, s in report["passes"]["seconds"].items())
     plain = f"plain decoding {report['plain_tokens_per_second']:,.1f} tokens/s"
     notes = [f"{report['model']}: {plain}; ms of a pass by its tokens: {passes}"]
+    if (experts := report["experts"]) is not None:
+        woken = ", ".join(f"{rows}: {count:.1f}" for rows, count in experts["woken"].items())
+        share = f"{experts['factor']:.2f} of what tokens that choose apart from each other would add"
+        notes.append(
+            f"experts that a pass wakes in a layer, by its tokens: {woken}; further ones add {share}"
+        )
     notes.append(f"{report['prompts']} prompts, {report['tokens']:,} tokens, greedy, one request at a time")
     if report["prompts_left_out"]:
         notes.append(f"({report['prompts_left_out']} prompts left out for want of time; raise --seconds)")

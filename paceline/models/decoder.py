@@ -144,7 +144,7 @@ class Decoder(Transformer):
     """The reference: one pass over a batch with paged caches."""
 
     checks_trees, picks_cuts = True, False
-    latest = None
+    latest, woken = None, 0.0
     is_exact = False  # torch chooses its kernels by the number of rows
 
     @torch.inference_mode()

@@ -47,6 +47,8 @@ class Decoder(Protocol):
     def picks_cuts(self) -> bool: ...  # chooses tokens under top-k, top-p and min-p, too
     @property
     def latest(self) -> Sequence[int] | None: ...  # picks that the next pass may read by ids below zero
+    @property
+    def woken(self) -> float: ...  # distinct experts of a layer in the last pass, on average; 0: not counted
     def forward(
         self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
     ) -> Output: ...

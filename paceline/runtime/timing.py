@@ -16,6 +16,7 @@ ROWS = (1, 2, 4, 8, 3, 6, 16, 12)  # the first ones say most, should time run ou
 ROWS_ON_GPU = (1, 8, 64, 256)  # between them a pass changes little
 CONTEXT = 512  # over which a pass is timed to know what cached tokens cost
 MOST_SWEEPS = 5
+LEAST, LEAST_OF_EXPERTS = 2, 4  # row counts that are timed at any rate: further rows wake further experts
 STRIDE = 7  # between the made-up tokens, so that their embeddings lie apart
 
 
@@ -68,13 +69,14 @@ def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:
         sizes = [n for n in rows_of_interest if n <= passes.room]
         for rows in sizes[:4]:  # what is compiled on first use is no cost of a pass
             passes.seconds(rows)
-        until = time.perf_counter() + seconds
+        until, has_experts = time.perf_counter() + seconds, executor.config.experts is not None
+        least = min(LEAST_OF_EXPERTS if has_experts else LEAST, len(sizes))
         context, wide = min(CONTEXT, passes.room - max(sizes)), max(n for n in sizes if n <= 8)
         # A short pass and a long one over the context tell what a request's and what a row's view of it cost.
         cached_passes = [(1, context), (wide, context)] if context else []
         wanted = [*((n, 0) for n in sizes[:4]), *cached_passes, *((n, 0) for n in sizes[4:])]
         for size, cached in wanted * MOST_SWEEPS:
-            if time.perf_counter() > until and len(seen) >= min(2, len(sizes)):
+            if time.perf_counter() > until and len(seen) >= least:
                 break
             seen.setdefault((size, cached), []).append(passes.seconds(size, cached))
     finally:
