@@ -15,7 +15,7 @@ from paceline.models.config import Family, ModelConfig, RopeConfig
 
 FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3"}
 REFUSED = (
-    "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
+    "num_local_experts", "num_experts", "attn_logit_softcapping",
     "final_logit_softcapping", "attention_bias", "mlp_bias", "use_bidirectional_attention",
 )  # fmt: skip
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
@@ -39,7 +39,6 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
     keys.refuse_any(REFUSED, "use a dense model without it")

@@ -1,34 +1,27 @@
 """A Hugging Face folder: config.json, one or more .safetensors files, tokenizer.json.
 
-Invariant: only safetensors are read, no pickle or code; shards lie inside the folder; opening checks every
-tensor's name, type and shape. gemma's norms are stored as w and multiply as 1 + w: that is folded in here.
+Invariant: only safetensors are read, no pickle or code; opening checks every tensor's name, type and shape.
+gemma's norms are stored as w and multiply as 1 + w: that is folded in here. Quantized weights: quantized/.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
+from paceline.loaders.quantized.formats import open_weights, quantization_of
+from paceline.loaders.stored import TYPES, read_tensor, tensors_of, weight_files
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-
-
-class StoredTensor(NamedTuple):
-    file: Path
-    dtype: str  # as safetensors spells it: "BF16"
-    shape: tuple[int, ...]
 
 
 class SafetensorsCheckpoint:
@@ -47,9 +40,11 @@ class SafetensorsCheckpoint:
         head = next((head for head in HEADS if head in self._found), HEADS[0])
         weights = self.config.weight_names()
         self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
-        check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
+        shapes = self._shapes = {self._names[weight]: shape for weight, shape in weights.items()}
+        self._readers, plain = open_weights(path, quantization_of(values), self._found, shapes)
+        check_weights(path, self.config, self._names, plain, layers=prefix + "layers.")
         for tensor in self._names.values():
-            if self._found[tensor].dtype not in TYPES:
+            if tensor not in self._readers and self._found[tensor].dtype not in TYPES:
                 kind, known = self._found[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
@@ -61,6 +56,9 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         stored = self._names[name]
+        if (reader := self._readers.get(stored)) is not None:
+            first, last, _ = rows.indices(self._shapes[stored][0])
+            return reader(slice(first, max(first, last)))
         weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
 
@@ -94,49 +92,3 @@ def _token_text(value: Any) -> str | None:
 
 def _optional_fields(path: Path) -> Fields:
     return Fields(str(path), read_json(path) if path.is_file() else {})
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = Fields(str(index), read_json(index)).section("weight_map").values
-        shards = sorted({str(name) for name in weight_map.values()})
-        for shard in shards:
-            if Path(shard).name != shard:
-                raise ModelFileError(f"{index}: shard {shard!r} is not a plain file name; do not use it")
-        files = [folder / shard for shard in shards]
-    else:
-        single = folder / "model.safetensors"  # other files beside it are copies in other layouts
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    for file in files:
-        if not file.is_file():
-            raise ModelFileError(f"{folder}: shard {file.name} is missing; fetch the model again")
-    if not files:
-        pickled = (f"only {file.name}" for file in sorted(folder.iterdir()) if file.suffix in PICKLED)
-        remedy = "only .safetensors and .gguf weights are read, convert the model first"
-        raise ModelFileError(f"{folder} has {next(pickled, 'no weights')}; {remedy}")
-    return files
-
-
-def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
-    """Each tensor's file, type and shape, from the headers alone."""
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
-                    part = opened.get_slice(name)
-                    tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{file} is not a whole safetensors file ({error}); fetch it") from error
-    return tensors
-
-
-def read_tensor(file: Path, name: str, rows: slice = ALL) -> torch.Tensor:
-    """One tensor, or some of its rows, in the type it is stored in."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name) if rows == ALL else opened.get_slice(name)[rows]
-    except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error

@@ -1,0 +1,57 @@
+"""MXFP4 (gpt-oss): 32 values of four bits share one power of two.
+
+Experts are stacked: `experts.gate_up_proj_blocks` uint8 [experts, rows, groups, 16], its rows gate and up in
+turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, rows, groups] are exponents + 127. Of the two
+values of a byte the low half comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.loaders.quantized.parts import STEP, Module, Part, Reader
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
+GROUP, BIAS = 32, 127
+EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d{1,6})\.(?P<part>gate|up|down)_proj")
+STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
+
+
+def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> float32 [..., groups * 32]."""
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    flat, powers = blocks.reshape(-1, GROUP // 2), scales.reshape(-1, 1).to(torch.int32) - BIAS
+    values = torch.empty(len(flat), GROUP)
+    for first in range(0, len(flat), STEP // GROUP):
+        some = slice(first, first + STEP // GROUP)
+        halves = torch.stack([flat[some] & 15, flat[some] >> 4], -1).flatten(1)  # [groups, 32]
+        values[some] = torch.ldexp(table[halves.to(torch.int32)], powers[some])
+    return values.view(*scales.shape[:-1], -1)
+
+
+def open_mxfp4(module: Module) -> Reader | None:
+    """A weight of one expert, out of the stacked tensors; None for all others."""
+    name = EXPERT.fullmatch(module.stem)
+    if name is None:
+        return None
+    part, first, step = STACKED[name["part"]]
+    stacked = Module(module.where, module.found, f"{name['experts']}.{part}", module.shape, module.used)
+    if stacked.type_of("_blocks") is None:
+        return None
+    (rows, width), experts = module.shape, (*stacked.shape_of("_blocks"), 0)[0]
+    if int(name["index"]) >= experts or width % GROUP:
+        problem = f"has {experts} experts with groups of {GROUP}, where {module.stem} of {list(module.shape)}"
+        raise stacked.refuse("_blocks", f"{problem} is asked for; fetch the model again")
+    sizes = (experts, step * rows, width // GROUP)
+    blocks = stacked.take("_blocks", ("U8",), (*sizes, GROUP // 2))
+    scales = stacked.take("_scales", ("U8",), sizes)
+    return partial(_read, blocks, scales, int(name["index"]), slice(first, None, step))
+
+
+def _read(blocks: Part, scales: Part, expert: int, every: slice, rows: slice) -> Tensor:
+    stored = slice(rows.start * every.step, rows.stop * every.step)
+    return mxfp4_rows(blocks.read(expert, stored)[every], scales.read(expert, stored)[every])
