@@ -184,5 +184,23 @@ def from_hub(repo: str, file: str | None, progress: bool = True) -> Path:
             utils.enable_progress_bars()
 
 
+def file_names(repo: str) -> frozenset[str] | None:
+    """The files of a Hugging Face repository; None where it cannot be asked."""
+    import huggingface_hub as hf
+
+    try:
+        return frozenset(hf.list_repo_files(repo))
+    except Exception:  # no connection, or no access: what was fetched before has to do
+        return None
+
+
+def is_offline(error: ModelNotFound) -> bool:
+    """Whether a repository could not be reached, in contrast to one that has no such file."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cause = error.__cause__
+    return isinstance(cause, LocalEntryNotFoundError) or not isinstance(cause, EntryNotFoundError)
+
+
 def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
