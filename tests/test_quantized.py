@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ModelFileError
@@ -39,11 +41,11 @@ def opened(folder: Path) -> SafetensorsCheckpoint:
 
 
 def read_one(
-    tensors: dict[str, torch.Tensor], settings: dict[str, Any], name: str, shape: tuple[int, ...],
+    tensors: dict[str, torch.Tensor], values: dict[str, Any], name: str, shape: tuple[int, ...],
     rows: slice | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """One weight of a file that holds these tensors."""
-    quantization = quantization_of(Fields("config.json", {"quantization_config": settings}))
+    quantization = quantization_of(Fields("config.json", {"quantization_config": values}))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         save_file(tensors, file)
@@ -175,9 +177,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_is_not_read_is_refused_by_name(settings: dict[str, Any], message: str, pairs: Any) -> None:
-    for config in ({"quantization_config": settings}, {"text_config": {"quantization_config": settings}}):
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_is_not_read_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    for config in ({"quantization_config": values}, {"text_config": {"quantization_config": values}}):
         with pytest.raises(ModelFileError, match=message) as caught:
             quantization_of(Fields("config.json", config))
         assert str(caught.value).startswith("config.json: ")
@@ -278,3 +280,28 @@ def most_held(folder: Path, cache: Path) -> tuple[int, int]:
     )
     held, packed = map(int, done.stdout.split())
     return held, packed
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 24, 40, 192, 320]), max_size=3)
+KINDS = [torch.int32, torch.int8, torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from(sorted(FORMATS)))
+def test_tensors_of_any_shape_and_type_raise_nothing_else(
+    data: st.DataObject, kind: str, pairs: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pairs(kind).quantized, tmp_path / "model", dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(name for name in tensors if name.startswith(UP))
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)):
+        shape = data.draw(SHAPES | st.just(list(tensors[name].shape)))
+        value = torch.randint(0, 9, shape).to(data.draw(st.sampled_from(KINDS)))
+        tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+    message = ""
+    try:
+        opened(folder).tensor("layers.1.mlp.up_proj.weight")
+    except ModelFileError as error:
+        message = str(error)
+    assert "\n" not in message

@@ -13,7 +13,7 @@ from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.loaders import hf_config, hub
 from paceline.loaders.checkpoint import CONFIG, Checkpoint, describe, open_checkpoint
 from paceline.loaders.fields import Fields, read_json
-from paceline.loaders.gguf_header import read_header
+from paceline.loaders.gguf_parts import part_paths, read_parts
 from paceline.loaders.quantized.formats import quantization_of
 from paceline.models.config import ModelConfig
 
@@ -54,9 +54,9 @@ def _on_disk(path: Path, name: str) -> Found:
     if path.suffix == ".json":
         return _described(Found(name, "safetensors", [], _values(path)))
     files = frozenset(file.name for file in path.iterdir()) if path.is_dir() else frozenset([path.name])
-    weights = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    weights = part_paths(path) if path.is_file() else list(path.glob("*.safetensors"))
     found = Found(name, "gguf" if path.is_file() else "safetensors", [], files=files)
-    found = found._replace(num_bytes=sum(file.stat().st_size for file in weights))
+    found = found._replace(num_bytes=sum(file.stat().st_size for file in weights if file.is_file()))
     try:
         if path.is_dir():
             found = _described(found._replace(values=_values(path / CONFIG)))
@@ -93,7 +93,7 @@ def _values(path: Path) -> Fields:
 
 
 def _header(path: Path) -> Fields:
-    metadata = read_header(path).metadata
+    metadata = read_parts(path).header.metadata
     arch = metadata.get("general.architecture")
     return Fields(str(path), {"model_type": arch, MTP_KEYS[0]: metadata.get(f"{arch}.nextn_predict_layers")})
 
