@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,10 +24,10 @@ from paceline.core.errors import ModelFileError
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.fields import Fields
-from paceline.loaders.quantized.formats import open_weights, quantization_of
+from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
 from paceline.loaders.quantized.mxfp4 import mxfp4_rows
 from paceline.loaders.safetensors import SafetensorsCheckpoint
-from paceline.loaders.stored import tensors_of
+from paceline.loaders.stored import StoredTensor, tensors_of
 from tests.passes import Rows, batch_of, new_kv, shuffled_blocks
 from tests.quantized_models import BLOCKS, FORMATS, Pair, compressed, set_quantization, write_pair
 
@@ -115,6 +116,9 @@ def test_mxfp4_is_that_of_transformers() -> None:
     experts = "model.layers.0.mlp.experts"
     stored = {f"{experts}.gate_up_proj_blocks": blocks, f"{experts}.gate_up_proj_scales": scales}
     stored |= {name.replace("gate_up", "down"): tensor.clone() for name, tensor in stored.items()}
+    found = {name: StoredTensor(Path(), "U8", tuple(tensor.shape)) for name, tensor in stored.items()}
+    named = {f"{experts}.{i}.{part}_proj.weight" for i, part in product(range(3), MXFP4_ROWS)}
+    assert plain_names(found) == found.keys() | named
     for i, (part, rows) in product(range(3), MXFP4_ROWS.items()):
         name, wanted = f"{experts}.{i}.{part}_proj.weight", theirs[i, rows]
         shape = (len(wanted), 64)
@@ -241,6 +245,22 @@ def test_plain_layers_and_scales_of_activations_are_left_alone(pairs: Any, tmp_p
     save_file(tensors, folder / "model.safetensors")
     weight = opened(folder).tensor("layers.1.mlp.up_proj.weight")
     assert torch.equal(weight, torch.full((320, 192), 0.5))
+
+
+def test_a_quantized_head_of_a_model_inside_another(pairs: Any, tmp_path: Path) -> None:
+    """All names begin otherwise, and the head is quantized, too."""
+    pair = pairs("awq")
+    folder = shutil.copytree(pair.quantized, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    parts, weight = FORMATS["awq"].encode((384, 192), np.random.default_rng(1))
+    tensors |= {f"lm_head{part}": tensor for part, tensor in parts.items()}
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    checkpoint, plain = opened(folder), opened(pair.plain)
+    assert torch.equal(checkpoint.tensor("lm_head.weight"), weight)
+    for name in plain.config.weight_names().keys() - {"lm_head.weight"}:
+        assert torch.equal(checkpoint.tensor(name), plain.tensor(name)), name
 
 
 def test_biases_of_quantized_layers_are_read(tmp_path: Path) -> None:

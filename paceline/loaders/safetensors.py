@@ -14,7 +14,7 @@ import torch
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
-from paceline.loaders.quantized.formats import open_weights, quantization_of
+from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
 from paceline.loaders.stored import TYPES, read_tensor, tensors_of, weight_files
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
@@ -36,8 +36,9 @@ class SafetensorsCheckpoint:
         self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
         self._found = tensors_of(files)
-        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self._found), "model.")
-        head = next((head for head in HEADS if head in self._found), HEADS[0])
+        there = plain_names(self._found)
+        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in there), "model.")
+        head = next((head for head in HEADS if head in there), HEADS[0])
         weights = self.config.weight_names()
         self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
         shapes = self._shapes = {self._names[weight]: shape for weight, shape in weights.items()}

@@ -16,13 +16,14 @@ from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import Fields, Found, Shapes
 from paceline.loaders.quantized import awq, compressed, gptq
 from paceline.loaders.quantized.grids import FLOAT8, open_grid
-from paceline.loaders.quantized.mxfp4 import open_mxfp4
+from paceline.loaders.quantized.mxfp4 import expert_names, open_mxfp4
 from paceline.loaders.quantized.parts import Module, Reader, Shape
 from paceline.loaders.stored import StoredTensor, read_tensor
 
 KEYS = ("quantization_config", "compression_config")  # the second is an old name
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4")
 READ = "use the unquantized model, or one in FP8, compressed-tensors, AWQ, GPTQ, MXFP4 or GGUF"
+PACKED = ("qweight", "weight_packed")  # end names of tensors that are a `weight`
 # Of activations and the KV cache.
 UNUSED = (
     ".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
@@ -88,6 +89,17 @@ class Dequantized(NamedTuple):
 class Opened(NamedTuple):
     readers: dict[str, Reader]  # of the weights that are quantized, by their plain names
     plain: Found  # what the files hold, as if no weight were quantized
+
+
+def plain_names(found: Mapping[str, StoredTensor]) -> set[str]:
+    """Names of the tensors, with those of the weights that quantized ones stand for."""
+    names = set(found)
+    for name, tensor in found.items():
+        stem, _, part = name.rpartition(".")
+        if part in PACKED:
+            names.add(f"{stem}.weight")
+        names.update(expert_names(name, tensor.shape))
+    return names
 
 
 def open_weights(

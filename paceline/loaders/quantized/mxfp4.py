@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.loaders.quantized.parts import STEP, Module, Part, Reader
+from paceline.loaders.quantized.parts import STEP, Module, Part, Reader, Shape
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 GROUP, BIAS = 32, 127
+MOST_EXPERTS = 4_096
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d{1,6})\.(?P<part>gate|up|down)_proj")
 STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
 
@@ -31,6 +32,16 @@ def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
         halves = torch.stack([flat[some] & 15, flat[some] >> 4], -1).flatten(1)  # [groups, 32]
         values[some] = torch.ldexp(table[halves.to(torch.int32)], powers[some])
     return values.view(*scales.shape[:-1], -1)
+
+
+def expert_names(name: str, shape: Shape) -> list[str]:
+    """The weights that a stacked tensor of blocks stands for."""
+    stem, _, part = name.removesuffix("_blocks").rpartition(".")
+    kinds = [
+        kind for kind, (stacked, _, _) in STACKED.items() if stacked == part and name.endswith("_blocks")
+    ]
+    count = min(shape[0], MOST_EXPERTS) if shape else 0
+    return [f"{stem}.{i}.{kind}_proj.weight" for kind in kinds for i in range(count)]
 
 
 def open_mxfp4(module: Module) -> Reader | None:
