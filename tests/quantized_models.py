@@ -20,6 +20,7 @@ from tests.make_models import tiny_hf
 
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
 GROUP = 64
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Rng = np.random.Generator
 Ints = np.ndarray
@@ -156,6 +157,30 @@ def gptq(bits: int, is_v1: bool, order: str = "in order", has_bias: bool = False
     return encode
 
 
+def fp4(kind: str) -> Callable[..., Encoded]:
+    """kind: mxfp4, nvfp4 (divided by a scale of the tensor), or modelopt (multiplied with one)."""
+    group = 32 if kind == "mxfp4" else 16
+
+    def encode(shape: tuple[int, int], rng: Rng) -> Encoded:
+        n, k = shape
+        codes = rng.integers(0, 16, shape)
+        stored = torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        parts = {".weight" if kind == "modelopt" else ".weight_packed": stored}
+        if kind == "mxfp4":
+            exponents = rng.integers(120, 124, (n, k // group))
+            parts[".weight_scale"] = torch.from_numpy(exponents.astype(np.uint8))
+            scales = torch.from_numpy(2.0 ** (exponents - 127)).float()
+        else:
+            parts[".weight_scale"] = some_scales(rng, (n, k // group), 8.0, torch.float8_e4m3fn)
+            whole = some_scales(rng, (1,), 200.0 if kind == "nvfp4" else 0.005, torch.float32)
+            parts[".weight_global_scale" if kind == "nvfp4" else ".weight_scale_2"] = whole
+            each = parts[".weight_scale"].float()
+            scales = each / whole if kind == "nvfp4" else each * whole
+        return Encoded(parts, weight_of(np.array(E2M1)[codes], 0.0, scales, in_order(k, group)))
+
+    return encode
+
+
 def groups_of(**weights: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
 
@@ -194,6 +219,9 @@ FORMATS: dict[str, Format] = {
     "ct int4 order": Format(PACKED, packed(4, GROUP, "packed", "shuffled")),
     "ct int4 unset order": Format(PACKED, packed(4, GROUP, order="unset")),
     "ct int8 packed": Format(PACKED, packed(8, GROUP, "packed")),
+    "ct mxfp4": Format(compressed("mxfp4-pack-quantized", num_bits=4, type="float"), fp4("mxfp4")),
+    "ct nvfp4": Format(compressed("nvfp4-pack-quantized", num_bits=4, type="float"), fp4("nvfp4")),
+    "modelopt nvfp4": Format({"quant_method": "modelopt", "quant_algo": "NVFP4"}, fp4("modelopt")),
     "awq": Format({"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP}, awq),
     "gptq": Format({**GPTQ, "bits": 4}, gptq(4, is_v1=True)),
     "gptq 2 bits": Format({**GPTQ, "bits": 2}, gptq(2, is_v1=True)),

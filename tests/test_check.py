@@ -169,6 +169,7 @@ class Hub(BaseHTTPRequestHandler):
 
     repos: dict[str, dict[str, bytes]]
     asked: list[str]
+    sent: list[int]  # bytes of each answer
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -189,8 +190,16 @@ class Hub(BaseHTTPRequestHandler):
                 self.asked.append(name)
                 if name not in files:
                     return self._send(404, b"", ("X-Error-Code", "EntryNotFound"))
-                return self._send(200, files[name], ("ETag", f'"{len(files[name])}"'))
+                return self._send_file(files[name])
         return self._send(404, b"", ("X-Error-Code", "RepoNotFound"))
+
+    def _send_file(self, content: bytes) -> None:
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last or len(content)) + 1]
+        self.sent.append(len(part) if self.command == "GET" else 0)
+        where = ("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        etag = ("ETag", f'"{len(content)}"')
+        return self._send(206, part, where, etag) if "Range" in self.headers else self._send(200, part, etag)
 
     def _send(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
         self.send_response(status)
@@ -209,9 +218,13 @@ def hub(folder: Path) -> Iterator[tuple[type[Hub], str]]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     index = {"metadata": {"total_size": 123456}, "weight_map": {"model.norm.weight": "model.safetensors"}}
     files |= {"model.safetensors.index.json": json.dumps(index).encode(), "chat_template.jinja": b"x"}
+    folder = tiny_gguf(folder.parent / "q.gguf", folder, "Q8_0").parent
+    split = tiny_gguf(folder / "s.gguf", folder / "tiny", "Q8_0", tensors_a_part=9).parent.glob("s-*.gguf")
+    files["tiny.gguf"] = (folder / "q.gguf").read_bytes()
     mamba = {"config.json": json.dumps(SIZES | {"model_type": "mamba"}).encode(), "pytorch_model.bin": b""}
     repos = {"org/tiny": files, "org/mamba": mamba, "org/gguf": {"a.gguf": b"", "b.gguf": b""}}
-    handler = type("Handler", (Hub,), {"repos": repos, "asked": []})
+    repos["org/split"] = {path.name: path.read_bytes() for path in split}
+    handler = type("Handler", (Hub,), {"repos": repos, "asked": [], "sent": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield handler, f"http://127.0.0.1:{server.server_address[1]}"
@@ -219,9 +232,10 @@ def hub(folder: Path) -> Iterator[tuple[type[Hub], str]]:
     server.server_close()
 
 
-def on_the_hub(model: str, address: str, home: Path) -> Any:
-    """In its own process: huggingface_hub reads its settings when it is imported."""
-    code = "from paceline.cli.entry import main; raise SystemExit(main())"
+def on_the_hub(model: str, address: str, home: Path, **limits: str) -> Any:
+    """In its own process: huggingface_hub reads its settings when it is imported. limits: of the loader."""
+    changes = "".join(f"hub.{name} = {value}; " for name, value in limits.items())
+    code = f"from paceline.loaders import hub; {changes}from paceline.cli.entry import main; raise SystemExit(main())"
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "*"}
     command = [sys.executable, "-c", code, "models", "--check", model, "--json"]
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
@@ -237,6 +251,22 @@ def test_of_a_name_only_the_config_and_the_index_are_fetched(
     assert set(handler.asked) == {"config.json", "model.safetensors.index.json"}
     assert (report["model"], report["architecture"], report["bytes"]) == ("org/tiny", "llama", 123456)
     assert (report["tokenizer"], report["chat_template"], report["runs"]) == (True, True, True)
+
+
+@pytest.mark.parametrize("name", ["org/tiny:tiny.gguf", "org/split", "org/split:s-00002-of-00003.gguf"])
+def test_of_a_gguf_file_only_the_header_is_fetched(
+    name: str, hub: tuple[type[Hub], str], folder: Path, tmp_path: Path
+) -> None:
+    handler, address = hub
+    done = on_the_hub(name, address, tmp_path, HEADER_BYTES="(1000, 30_000)")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    whole = checked(folder.parent / "q.gguf")
+    for key in ("architecture", "parameters", "context", "tokenizer", "kind", "quantization"):
+        assert report[key] == whole[key], key
+    assert report["bytes"] >= whole["bytes"]
+    assert set(handler.sent) <= {0, 1000, 30_000}
+    assert not list(tmp_path.rglob("*.gguf"))
 
 
 def test_problems_of_names_are_named(hub: tuple[type[Hub], str], tmp_path: Path) -> None:

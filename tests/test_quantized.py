@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "quant_method = 'aqlm' is not read .only fp8, .*mxfp4 are.; use the unquantized",
     ),
     ({}, "missing key quant_method"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not read"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo = 'W4A8' is not read"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size = .128. is not two"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size = .0, 128. is not two"),
     (

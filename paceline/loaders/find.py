@@ -6,14 +6,15 @@ of a model on this machine, headers are read and checked as they are for running
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import ModelFileError, ModelNotFound
-from paceline.loaders import hf_config, hub
+from paceline.loaders import gguf_header, hf_config, hub
 from paceline.loaders.checkpoint import CONFIG, Checkpoint, describe, open_checkpoint
 from paceline.loaders.fields import Fields, read_json
-from paceline.loaders.gguf_parts import part_paths, read_parts
+from paceline.loaders.gguf_parts import main_type, models_among, part_names, part_paths, read_parts
 from paceline.loaders.quantized.formats import quantization_of
 from paceline.models.config import ModelConfig
 
@@ -30,7 +31,7 @@ class Found(NamedTuple):
     values: Fields = Fields("", {})  # config.json, or what a GGUF header says in its words
     config: ModelConfig | None = None
     checkpoint: Checkpoint | None = None
-    files: frozenset[str] | None = None  # names of its files; None: not known
+    files: frozenset[str] | None = None  # names of its files (of GGUF: of what stands for them) or None
     num_bytes: int | None = None
     quantization: str | None = None
 
@@ -41,8 +42,9 @@ def find(model: str) -> Found:
     here = hub.existing(model) or local.get(hub.DEFAULT_MODEL if is_default else model)
     if here is not None:
         return _on_disk(hub.weights_at(here) if here.suffix != ".json" else here, hub.display_name(model))
-    if known is not None and known["file"] is None:
-        return _on_the_hub(known["repo"])
+    if known is not None:
+        file = known["file"]
+        return _on_the_hub(known["repo"]) if file is None else _gguf_on_the_hub(known["repo"], file)
     name, config = describe(model)  # a shape's name, the default before it is fetched; all else is an error
     return Found(name, "shape", [], config=config)
 
@@ -61,7 +63,7 @@ def _on_disk(path: Path, name: str) -> Found:
         if path.is_dir():
             found = _described(found._replace(values=_values(path / CONFIG)))
         else:
-            found = found._replace(values=_header(path))
+            found = found._replace(values=_header(path), quantization=main_type(path))
         checkpoint = open_checkpoint(str(path), progress=False)
     except ModelFileError as error:
         return found._replace(problems=found.problems or [str(error)])
@@ -74,8 +76,10 @@ def _on_the_hub(repo: str) -> Found:
     except ModelNotFound as error:
         if hub.is_offline(error):
             raise
-        known = [name for name in sorted(hub.file_names(repo) or ()) if name.endswith(".gguf")]
-        remedy = f"fetch a GGUF file of it, such as {repo}:{known[0]}" if known else "choose another model"
+        known = models_among(name for name in hub.file_names(repo) or () if name.endswith(".gguf"))
+        if len(known) == 1:
+            return _gguf_on_the_hub(repo, known[0])
+        remedy = f"name one of its GGUF files, such as {repo}:{known[0]}" if known else "choose another model"
         raise ModelNotFound(f"{repo} has no {CONFIG}; {remedy}") from error
     files = hub.file_names(repo)
     found = _described(Found(repo, "safetensors", [], values, files=files))
@@ -86,6 +90,29 @@ def _on_the_hub(repo: str) -> Found:
         return found
     index = _values(hub.from_hub(repo, INDEX, progress=False))
     return found._replace(num_bytes=index.section("metadata").count("total_size"))
+
+
+def _gguf_on_the_hub(repo: str, file: str) -> Found:
+    """From the headers of its parts; tensors are checked, too."""
+    found, size = Found(f"{repo}:{file}", "gguf", []), 0
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / Path(part).name for part in part_names(file)]
+        for path, part in zip(paths, part_names(file), strict=True):
+            size += hub.fetch_header(repo, part, path)
+        try:
+            header, values = read_parts(paths[0]).header, _header(paths[0])
+            texts = {
+                "tokenizer.json": "tokenizer.ggml.tokens",
+                "chat_template.jinja": "tokenizer.chat_template",
+            }
+            files = frozenset(name for name, key in texts.items() if key in header.metadata)
+            found = found._replace(
+                num_bytes=size, values=values, files=files, quantization=main_type(paths[0])
+            )
+            config = gguf_header.read_config(Path(file), header)
+            return found._replace(config=config)
+        except ModelFileError as error:
+            return found._replace(problems=[str(error).replace(folder, repo)])
 
 
 def _values(path: Path) -> Fields:

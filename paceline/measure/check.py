@@ -22,7 +22,6 @@ from paceline.loaders.fields import read_json
 from paceline.loaders.find import MTP_KEYS, Found, find
 from paceline.loaders.packed import expected
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.measure.models import main_type
 from paceline.measure.results import Table, table_of
 from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
@@ -53,7 +52,7 @@ def report_of(model: str) -> dict[str, Any]:
         "problems": problems,
         "kind": found.kind,
         "architecture": _architecture(found),
-        "quantization": _quantization(found),
+        "quantization": found.quantization,
         "parameters": sum(map(math.prod, shapes)) if shapes else None,
         "bytes": found.num_bytes,
         "context": config.max_context if config is not None else None,
@@ -67,11 +66,6 @@ def report_of(model: str) -> dict[str, Any]:
 def _architecture(found: Found) -> str | None:
     name = found.values.get("model_type")
     return name if isinstance(name, str) else found.config.family if found.config is not None else None
-
-
-def _quantization(found: Found) -> str | None:
-    is_gguf = found.kind == "gguf" and found.checkpoint is not None
-    return main_type(found.checkpoint.path) if is_gguf and found.checkpoint else found.quantization
 
 
 def _forms() -> list[tuple[str, str, KvFormat, torch.device | None]]:

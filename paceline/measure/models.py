@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.drafters.registry import shipped_folder
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.loaders.gguf_parts import read_parts
+from paceline.loaders.gguf_parts import main_type, read_parts
 from paceline.loaders.heads import export_head, open_head
 from paceline.measure.results import Tell
 from paceline.measure.rows import FILE_AS_IS
@@ -38,16 +37,6 @@ def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
     if kind in (FILE_AS_IS, main_type(checkpoint.path)):
         return checkpoint.path
     return _made(checkpoint, f"{kind}.gguf", tell, lambda part: _requantize(checkpoint.path, part, kind))
-
-
-def main_type(path: Path) -> str:
-    """The quantization most of a GGUF file's matrices have."""
-    import gguf
-
-    kinds = Counter(
-        tensor.kind for tensor in read_parts(path).header.tensors.values() if len(tensor.shape) > 1
-    )
-    return str(gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name)
 
 
 def matrix_bytes(path: Path) -> int:

@@ -1,4 +1,5 @@
-"""compressed-tensors (llm-compressor): FP8 and int8 as they are, or small integers packed into int32 words.
+"""compressed-tensors (llm-compressor): FP8 and int8 as they are, small integers packed into int32 words, FP4
+(fp4.py).
 
 pack-quantized: `weight_packed` int32 [outputs, words], the lowest bits first, each q + 2^(bits - 1);
 `weight_scale` [outputs, groups]; `weight_zero_point` int8 of that shape, or packed along the outputs.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.loaders.fields import Fields
+from paceline.loaders.quantized.fp4 import open_fp4
 from paceline.loaders.quantized.grids import FLOAT8, INT8, open_grid
 from paceline.loaders.quantized.parts import (
     SCALES,
@@ -28,7 +30,8 @@ from paceline.loaders.quantized.parts import (
 )
 
 FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 BITS = (2, 4, 8)  # numbers of bits that fill a word
 
@@ -68,6 +71,8 @@ def _block(config: Fields, value: Any) -> Shape:
 def open_compressed(blocks: tuple[Shape, ...], module: Module) -> Reader | None:
     if module.type_of(".weight_packed") is None:
         return open_grid(module, (FLOAT8, INT8), blocks)
+    if module.type_of(".weight_packed") == "U8":
+        return open_fp4(module, ".weight_packed")
     rows, width = module.shape
     sizes: dict[Shape, int] = {(rows, -(-width * bits // 32)): bits for bits in BITS}
     words = module.take(".weight_packed", ("I32",), *sizes)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import Fields, Found, Shapes
 from paceline.loaders.quantized import awq, compressed, gptq
+from paceline.loaders.quantized.fp4 import open_fp4
 from paceline.loaders.quantized.grids import FLOAT8, open_grid
 from paceline.loaders.quantized.mxfp4 import expert_names, open_mxfp4
 from paceline.loaders.quantized.parts import Module, Reader, Shape
@@ -22,7 +23,7 @@ from paceline.loaders.stored import StoredTensor, read_tensor
 
 KEYS = ("quantization_config", "compression_config")  # the second is an old name
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4")
-READ = "use the unquantized model, or one in FP8, compressed-tensors, AWQ, GPTQ, MXFP4 or GGUF"
+READ = "use the unquantized model, or one in FP8, compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4 or GGUF"
 PACKED = ("qweight", "weight_packed")  # end names of tensors that are a `weight`
 # Of activations and the KV cache.
 UNUSED = (
@@ -48,6 +49,8 @@ def quantization_of(config: Fields) -> Quantization | None:
 def _read_settings(keys: Fields) -> Quantization:
     method = keys.text("quant_method", "compressed-tensors" if keys.get("config_groups") else None)
     method = method.lower().replace("_", "-")
+    if method == "modelopt" and keys.text("quant_algo", "") == "NVFP4":
+        return Quantization("NVFP4", partial(open_fp4, part=".weight"))
     if method in ("fp8", "fbgemm-fp8", "modelopt"):
         if method == "modelopt" and keys.text("quant_algo", "") != "FP8":
             raise keys.refuse("quant_algo", f"is not read; {READ}")

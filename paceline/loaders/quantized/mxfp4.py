@@ -1,8 +1,7 @@
 """MXFP4 (gpt-oss): 32 values of four bits share one power of two.
 
 Experts are stacked: `experts.gate_up_proj_blocks` uint8 [experts, rows, groups, 16], its rows gate and up in
-turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, rows, groups] are exponents + 127. Of the two
-values of a byte the low half comes first.
+turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, rows, groups] are exponents + 127.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import re
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from paceline.loaders.quantized.parts import STEP, Module, Part, Reader, Shape
+from paceline.loaders.quantized.fp4 import fp4_values, powers_of_two
+from paceline.loaders.quantized.parts import Grid, Module, Part, Reader, Shape, dequantize
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
-GROUP, BIAS = 32, 127
+GROUP = 32
 MOST_EXPERTS = 4_096
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d{1,6})\.(?P<part>gate|up|down)_proj")
 STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
@@ -24,14 +22,9 @@ STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down":
 
 def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> float32 [..., groups * 32]."""
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)])
-    flat, powers = blocks.reshape(-1, GROUP // 2), scales.reshape(-1, 1).to(torch.int32) - BIAS
-    values = torch.empty(len(flat), GROUP)
-    for first in range(0, len(flat), STEP // GROUP):
-        some = slice(first, first + STEP // GROUP)
-        halves = torch.stack([flat[some] & 15, flat[some] >> 4], -1).flatten(1)  # [groups, 32]
-        values[some] = torch.ldexp(table[halves.to(torch.int32)], powers[some])
-    return values.view(*scales.shape[:-1], -1)
+    shape = (scales.shape[:-1].numel(), GROUP * scales.shape[-1])
+    flat, grid = blocks.reshape(shape[0], -1), Grid(powers_of_two(scales).reshape(shape[0], -1))
+    return dequantize(lambda some: fp4_values(flat[some]), grid, shape).view(*scales.shape[:-1], -1)
 
 
 def expert_names(name: str, shape: Shape) -> list[str]:
