@@ -29,6 +29,10 @@ GGUF_ARCHITECTURES = {
 PERMUTED = ("llama", "smollm3", "mistral3", "granite", "granitemoe")  # as llama.cpp's conversion has it
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
+# Where in a block of a GGUF type its half-precision scales lie; random bytes there may be infinite.
+SCALES_AT = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -294,15 +298,15 @@ def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
     return folder
 
 
-def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
+def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32", tensors_a_part: int = 0) -> Path:
     """The model of a folder as GGUF. Vectors stay F32. Types gguf cannot quantize to (the K-quants) get
-    random blocks instead.
+    random blocks instead. In parts: the writer adds -00001-of-0000N to the name.
     """
     import gguf
 
     config = json.loads((from_folder / "config.json").read_text())
     arch = GGUF_ARCHITECTURES.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_part)
     _add_config(writer, config, arch)
     _add_tokenizer(writer, from_folder, config)
     names = gguf.get_tensor_name_map(
@@ -359,8 +363,12 @@ def encode(values: np.ndarray, kind: Any) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:
-        width = gguf.quant_shape_to_byte_shape(values.shape, kind)
-        return np.random.default_rng(values.size).integers(0, 256, width, dtype=np.uint8)
+        width, rng = gguf.quant_shape_to_byte_shape(values.shape, kind), np.random.default_rng(values.size)
+        blocks = rng.integers(0, 256, width, dtype=np.uint8)
+        each = blocks.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+        for at in SCALES_AT.get(kind.name, ()):
+            each[:, at : at + 2] = rng.uniform(0.001, 0.01, (len(each), 1)).astype(np.float16).view(np.uint8)
+        return blocks
 
 
 def _as_stored(name: str, values: np.ndarray, config: dict[str, Any], arch: str) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
+import typer
 from rich.table import Table
 
 from paceline.cli import console
@@ -24,8 +25,13 @@ class Models:
 
       paceline models
 
-      paceline models --fetch default"""
+      paceline models --fetch default
 
+      paceline models --check Qwen/Qwen3-0.6B"""
+
+    check: str | None = option(
+        None, MAIN, "Say whether and how this model would run here; fetches no weights."
+    )
     fetch: str | None = option(None, MAIN, "Fetch this first: default, or a Hugging Face name.")
     json: bool = option(False, MAIN, JSON_HELP)
 
@@ -33,6 +39,8 @@ class Models:
 def models(asked: Models) -> None:
     from paceline.loaders import hub
 
+    if asked.check is not None:
+        return _check(asked.check, asked.json)
     if asked.fetch is not None:
         hub.resolve(asked.fetch)
     found, screen = hub.local_models(), console.stdout()
@@ -45,6 +53,19 @@ def models(asked: Models) -> None:
         table.add_row(model.name, model.kind, f"{model.bytes / 1e6:,.0f} MB", place)
     screen.print(table)
     return console.hint("Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.")
+
+
+def _check(model: str, as_json: bool) -> None:
+    from paceline.measure import check
+
+    report, screen = check.report_of(model), console.stdout()
+    if as_json:
+        console.write_json(screen, report)
+    else:
+        for table in check.tables(report):
+            console.show(screen, table)
+    if not report["runs"]:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound
 from paceline.loaders import gguf_header, hf_config, hub
 from paceline.loaders.fields import ALL, read_json
+from paceline.loaders.gguf_parts import read_parts
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig, RopeConfig
 
@@ -130,4 +131,4 @@ def describe(model: str) -> Described:
     file = hub.weights_at(path)
     if file.is_dir():
         raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; name one of either kind")
-    return Described(name, gguf_header.read_config(file, gguf_header.read_header(file)))
+    return Described(name, gguf_header.read_config(file, read_parts(file).header))

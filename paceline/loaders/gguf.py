@@ -1,4 +1,4 @@
-"""GGUF files: quantized weights, config and tokenizer in one file.
+"""GGUF files: quantized weights, config and tokenizer in one file, or in several parts.
 
 Invariant: opening checks every tensor's bounds, type and shape, so `tensor` can only fail if the file changes
 while it is open. llama files store the rows of q and k interleaved, phi files q, k and v in one tensor: that
@@ -17,7 +17,8 @@ import torch
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, place_rows, rows_at, unique_ids
-from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config, read_header
+from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config
+from paceline.loaders.gguf_parts import read_parts
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
@@ -38,26 +39,25 @@ def _as_matrix(info: TensorInfo) -> TensorInfo:
 
 
 class GgufCheckpoint:
-    """One .gguf file."""
+    """One .gguf file, or all parts of one model."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
-        header = self._header = read_header(path)
-        parts = header.metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise ModelFileError(f"{path} is one of {parts} parts; merge them into one GGUF file first")
+        header, self._files, paths = read_parts(path)
+        path = self.path = paths[0]
+        self.name = name
         for info in header.tensors.values():
-            end = header.data_start + info.offset + self._num_bytes(info)
-            if end > header.file_size:
-                raise self._refuse(info, f"is truncated: byte {end} of {header.file_size}; fetch it again")
+            _, data_start, size = self._files[info.name]
+            end = data_start + info.offset + self._num_bytes(info)
+            if end > size:
+                raise self._refuse(info, f"is truncated: byte {end} of {size}; fetch it again")
+        self._tensors = {name: _as_matrix(info) for name, info in header.tensors.items()}
         divisors = self._divisors("rope_freqs") or self._divisors("rope_factors_short")
         self.config: ModelConfig = read_config(path, header, divisors, self._divisors("rope_factors_long"))
         self._shapes = self.config.weight_names()
         names = {weight: gguf_name(self.config, weight) for weight in self._shapes}
-        tensors = {name: _as_matrix(info) for name, info in header.tensors.items()}
         self._firsts, wanted = place_rows(self.config, names)
-        check_weights(path, self.config, wanted, tensors, layers="blk.")
-        self._stored = {weight: tensors[stored] for weight, stored in names.items()}
+        check_weights(path, self.config, wanted, self._tensors, layers="blk.")
+        self._stored = {weight: self._tensors[stored] for weight, stored in names.items()}
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
@@ -70,7 +70,7 @@ class GgufCheckpoint:
         self.eos_ids = unique_ids(ends, self.config.vocab_size)
         bos_ids = unique_ids(keys.token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
         self.bos_id: int | None = next(iter(bos_ids), None)
-        self.fingerprint = fingerprint([path], header.data_start)
+        self.fingerprint = fingerprint(paths, header.data_start)
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
@@ -79,9 +79,11 @@ class GgufCheckpoint:
             values = self._read(self._stored[name], own)
         else:
             # rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)
-            whole = self._read(self._stored[name])
-            pairs = whole.reshape(-1, self.config.head_dim // 2, 2, *whole.shape[1:])  # [heads, d/2, 2, in]
-            values = pairs.swapaxes(1, 2).reshape(whole.shape)[rows]
+            first, last, _ = rows.indices(self._stored[name].shape[0])
+            width, before = self.config.head_dim, first - first % self.config.head_dim
+            whole = self._read(self._stored[name], slice(before, -(-last // width) * width))  # whole heads
+            pairs = whole.reshape(-1, width // 2, 2, *whole.shape[1:])  # [heads, d/2, 2, in]
+            values = pairs.swapaxes(1, 2).reshape(whole.shape)[first - before : max(last, first) - before]
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def tokenizer_source(self) -> TokenizerSource:
@@ -91,7 +93,7 @@ class GgufCheckpoint:
 
     def _divisors(self, name: str) -> tuple[float, ...] | None:
         """Of rotary frequencies, where the file has such a tensor."""
-        info = self._header.tensors.get(f"{name}.weight")
+        info = self._tensors.get(f"{name}.weight")
         if info is None:
             return None
         if not 0 < math.prod(info.shape) <= MAX_DIVISORS:
@@ -100,11 +102,14 @@ class GgufCheckpoint:
 
     def _read(self, info: TensorInfo, rows: slice = ALL) -> npt.NDArray[np.float32]:
         first, last, _ = rows.indices(info.shape[0])
-        per_row, offset = self._num_bytes(info) // info.shape[0], self._header.data_start + info.offset
-        raw = np.fromfile(self.path, np.uint8, (last - first) * per_row, offset=offset + first * per_row)
+        file, last = self._files[info.name], max(first, last)
+        per_row, offset = self._num_bytes(info) // info.shape[0], file.data_start + info.offset
+        raw = np.fromfile(file.path, np.uint8, (last - first) * per_row, offset=offset + first * per_row)
         if raw.size != (last - first) * per_row:
             raise self._refuse(info, "was cut short while it was being read; fetch the file again")
         shape = (last - first, *info.shape[1:])
+        if first == last:
+            return np.empty(shape, np.float32)
         return self._dequantize(info, raw.reshape(*shape[:-1], -1)).reshape(shape)
 
     def _dequantize(self, info: TensorInfo, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -126,4 +131,4 @@ class GgufCheckpoint:
         return math.prod(info.shape) // block * width
 
     def _refuse(self, info: TensorInfo, remedy: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: tensor {info.name} {remedy}")
+        return ModelFileError(f"{self._files[info.name].path}: tensor {info.name} {remedy}")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
 from paceline.loaders.fields import Fields, Shapes, check_shapes, read_json
-from paceline.loaders.safetensors import TYPES, read_tensor, tensors_of, weight_files
+from paceline.loaders.stored import TYPES, read_tensor, tensors_of, weight_files
 from paceline.models.quantize import GROUP, STORED, padded
 
 EXPECTED = "give the folder of a head: config.json and .safetensors"

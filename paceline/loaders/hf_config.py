@@ -21,8 +21,7 @@ FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "qwen3_5_text": "qwen3_5",
 }
 REFUSED = (
-    "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-    "clip_qkv",
+    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv",
 )  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # attention over a compressed cache
 # Whose classes have biases where these keys ask for them: of q, k, v and o (of the first three alone in some,
@@ -99,7 +98,6 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
     refused = *REFUSED, *(("use_sliding_window",) if family in EXPERT_FAMILIES else COUNTS)

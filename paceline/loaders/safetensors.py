@@ -1,37 +1,30 @@
 """A Hugging Face folder: config.json, one or more .safetensors files, tokenizer.json.
 
-Invariant: only safetensors are read, no pickle or code; shards lie inside the folder; opening checks every
-tensor's name, type and shape. gemma's norms are stored as w and multiply as 1 + w: that is folded in here;
-phi's projections are stored side by side: they are taken apart here.
+Invariant: only safetensors are read, no pickle or code; opening checks every tensor's name, type and shape.
+gemma's norms are stored as w and multiply as 1 + w: that is folded in here. Where weights lie: places.py;
+quantized ones: quantized/.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.places import Part, places_of
+from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
+from paceline.loaders.stored import TYPES, StoredTensor, read_tensor, tensors_of, weight_files
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-TYPES = ("F32", "F16", "BF16", "F64")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 OFFSET = ("gemma3", "qwen3_5")  # families whose norms are stored as w and multiply as 1 + w
-
-
-class StoredTensor(NamedTuple):
-    file: Path
-    dtype: str  # as safetensors spells it: "BF16"
-    shape: tuple[int, ...]
 
 
 class SafetensorsCheckpoint:
@@ -48,13 +41,15 @@ class SafetensorsCheckpoint:
         self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
         self.stored = tensors_of(files)
-        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self.stored), "model.")
-        head = next((head for head in HEADS if head in self.stored), HEADS[0])
-        self._places = places_of(self.config, self.stored, prefix, head)
+        there = plain_names(self.stored)
+        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in there), "model.")
+        head = next((head for head in HEADS if head in there), HEADS[0])
+        self._places = places_of(self.config, there, prefix, head)
         wanted = {name: place.shape for place in self._places.values() for name in place.tensors}
-        check_weights(path, self.config, wanted, self.stored, layers=prefix + "layers.")
+        self._readers, plain = open_weights(path, quantization_of(values), self.stored, wanted)
+        check_weights(path, self.config, wanted, plain, layers=prefix + "layers.")
         for tensor in wanted:
-            if self.stored[tensor].dtype not in TYPES:
+            if tensor not in self._readers and self.stored[tensor].dtype not in TYPES:
                 kind, known = self.stored[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
@@ -71,9 +66,13 @@ class SafetensorsCheckpoint:
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
 
     def _read(self, part: Part) -> torch.Tensor:
+        if (reader := self._readers.get(part.tensor)) is not None:
+            return reader(part.rows)
         stored = self.stored[part.tensor]
-        is_whole = part.matrix is None and part.rows == slice(0, stored.shape[0])
-        return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows, part.matrix)
+        if part.matrix is not None:
+            return read_tensor(stored.file, part.tensor, slice(part.matrix, part.matrix + 1), part.rows)[0]
+        is_whole = part.rows == slice(0, stored.shape[0])
+        return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows)
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"
@@ -105,51 +104,3 @@ def _token_text(value: Any) -> str | None:
 
 def _optional_fields(path: Path) -> Fields:
     return Fields(str(path), read_json(path) if path.is_file() else {})
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = Fields(str(index), read_json(index)).section("weight_map").values
-        shards = sorted({str(name) for name in weight_map.values()})
-        for shard in shards:
-            if Path(shard).name != shard:
-                raise ModelFileError(f"{index}: shard {shard!r} is not a plain file name; do not use it")
-        files = [folder / shard for shard in shards]
-    else:
-        single = folder / "model.safetensors"  # other files beside it are copies in other layouts
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    for file in files:
-        if not file.is_file():
-            raise ModelFileError(f"{folder}: shard {file.name} is missing; fetch the model again")
-    if not files:
-        pickled = (f"only {file.name}" for file in sorted(folder.iterdir()) if file.suffix in PICKLED)
-        remedy = "only .safetensors and .gguf weights are read, convert the model first"
-        raise ModelFileError(f"{folder} has {next(pickled, 'no weights')}; {remedy}")
-    return files
-
-
-def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
-    """Each tensor's file, type and shape, from the headers alone."""
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
-                    part = opened.get_slice(name)
-                    tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{file} is not a whole safetensors file ({error}); fetch it") from error
-    return tensors
-
-
-def read_tensor(file: Path, name: str, rows: slice = ALL, matrix: int | None = None) -> torch.Tensor:
-    """One tensor, or some of its rows, in the type it is stored in. matrix: which of a stack."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            if matrix is not None:
-                return opened.get_slice(name)[matrix : matrix + 1, rows][0]
-            return opened.get_tensor(name) if rows == ALL else opened.get_slice(name)[rows]
-    except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error

@@ -13,9 +13,10 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.gguf_parts import main_type
 from paceline.measure import rows as planning
 from paceline.measure.engines import speculation_of
-from paceline.measure.models import gguf_file, hf_folder, main_type
+from paceline.measure.models import gguf_file, hf_folder
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen

@@ -26,9 +26,10 @@ from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import SCALE_SHIFT, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import open_checkpoint
+from paceline.loaders.gguf_parts import main_type
 from paceline.loaders.packed import DENSE, Tensors
 from paceline.measure import limits
-from paceline.measure.models import gguf_file, main_type, matrix_bytes
+from paceline.measure.models import gguf_file, matrix_bytes
 from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.drafters.registry import shipped_folder
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.loaders.gguf_header import read_header
+from paceline.loaders.gguf_parts import main_type, read_parts
 from paceline.loaders.heads import export_head, open_head
 from paceline.measure.results import Tell
 from paceline.measure.rows import FILE_AS_IS
@@ -40,19 +39,12 @@ def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
     return _made(checkpoint, f"{kind}.gguf", tell, lambda part: _requantize(checkpoint.path, part, kind))
 
 
-def main_type(path: Path) -> str:
-    """The quantization most of a GGUF file's matrices have."""
-    import gguf
-
-    kinds = Counter(tensor.kind for tensor in read_header(path).tensors.values() if len(tensor.shape) > 1)
-    return str(gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name)
-
-
 def matrix_bytes(path: Path) -> int:
     """Bytes of a GGUF file that every pass reads: all matrices but an embedding that is not the head too."""
     import gguf
 
-    tensors = {name: tensor for name, tensor in read_header(path).tensors.items() if len(tensor.shape) > 1}
+    found = read_parts(path).header.tensors
+    tensors = {name: tensor for name, tensor in found.items() if len(tensor.shape) > 1}
     if "output.weight" in tensors:
         tensors.pop("token_embd.weight", None)
     kinds = {name: gguf.GGMLQuantizationType(tensor.kind) for name, tensor in tensors.items()}

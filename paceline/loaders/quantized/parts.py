@@ -1,0 +1,122 @@
+"""What the quantized formats share: the tensors that stand for a weight, and w = (q - z) * s.
+
+Invariant: types and shapes are checked when a model is opened, and reading needs little memory beside what it
+returns. Integers (and their zeros) become float32 exactly, as do scales, so a weight is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelFileError
+from paceline.loaders.stored import StoredTensor, read_tensor
+
+SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+STEP = 1 << 22  # values that are worked on at once
+Reader = Callable[[slice], Tensor]  # rows with a start and a stop -> float32 [rows, inputs]
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Module:
+    """The tensors of one linear layer; its weight has `shape` [outputs, inputs]."""
+
+    where: Path
+    found: Mapping[str, StoredTensor]
+    stem: str  # begins their names
+    shape: Shape
+    used: set[str] = field(default_factory=set)
+
+    def type_of(self, part: str) -> str | None:
+        """None where there is no such tensor."""
+        found = self.found.get(self.stem + part)
+        return None if found is None else found.dtype
+
+    def shape_of(self, part: str) -> Shape:
+        """() where there is no such tensor."""
+        found = self.found.get(self.stem + part)
+        return () if found is None else found.shape
+
+    def take(self, part: str, types: tuple[str, ...], *shapes: Shape) -> Part:
+        """One of the tensors, of one of these types and shapes."""
+        name = self.stem + part
+        if name not in self.found:
+            raise ModelFileError(f"{self.where}: missing tensor {name}; it is incomplete, fetch it again")
+        file, dtype, shape = self.found[name]
+        if dtype not in types:
+            wanted = " or ".join(types)
+            raise ModelFileError(f"{file}: tensor {name} has type {dtype}; use a model with {wanted}")
+        if shape not in shapes:
+            wanted = " or ".join(str(list(each)) for each in shapes)
+            problem = f"has shape {list(shape)} where a weight of {list(self.shape)} asks for {wanted}"
+            raise ModelFileError(f"{file}: tensor {name} {problem}; fetch the model again")
+        self.used.add(name)
+        return Part(file, name, dtype, shape)
+
+    def refuse(self, part: str, problem: str) -> ModelFileError:
+        return ModelFileError(f"{self.where}: tensor {self.stem}{part} {problem}")
+
+
+class Part(NamedTuple):
+    """A tensor that was checked."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: Shape
+
+    def read(self, *index: int | slice) -> Tensor:
+        return read_tensor(self.file, self.name, *index)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Scales, each for some rows and a group of inputs."""
+
+    scales: Tensor  # [blocks of rows, groups] float32
+    zeros: Tensor | None = None  # the same
+    block: int = 1  # rows that share scales
+    first: int = 0  # row of the weight that is our row 0, counted from the first block here
+    groups: Tensor | None = None  # [inputs]: the group of each; None: equal groups, one after the other
+
+    def scaled(self, codes: Tensor, rows: slice) -> Tensor:
+        """codes [rows, inputs] float32 -> weights."""
+        blocks = (torch.arange(rows.start, rows.stop) + self.first) // self.block
+        each = codes.unflatten(1, (self.scales.shape[1], -1)) if self.groups is None else codes
+        zeros = None if self.zeros is None else self._spread(self.zeros, blocks)
+        each = each if zeros is None else each - zeros
+        return (each * self._spread(self.scales, blocks)).view(codes.shape)
+
+    def _spread(self, values: Tensor, blocks: Tensor) -> Tensor:
+        return values[blocks][:, :, None] if self.groups is None else values[blocks][:, self.groups]
+
+
+def dequantize(codes: Callable[[slice], Tensor], grid: Grid, shape: tuple[int, int]) -> Tensor:
+    """Weights [rows, inputs]; `codes` gives those of some rows, counted from the first that was asked for."""
+    weights = torch.empty(shape)
+    step = max(STEP // max(shape[1], 1), 1)
+    for first in range(0, shape[0], step):
+        rows = slice(first, min(first + step, shape[0]))
+        weights[rows] = grid.scaled(codes(rows).to(torch.float32), rows)
+    return weights
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] -> unsigned integers [..., n * 32 / bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def group_index(part: Part, num_groups: int) -> Tensor:
+    """Which group each input is in."""
+    index = part.read().to(torch.int64)
+    if bool((index < 0).any() or (index >= num_groups).any()):
+        problem = f"names groups beyond the {num_groups} that have scales"
+        raise ModelFileError(f"{part.file}: tensor {part.name} {problem}; fetch the model again")
+    return index
