@@ -385,7 +385,10 @@ def _as_stored(name: str, values: np.ndarray, config: dict[str, Any], arch: str)
 def _add_config(writer: Any, config: dict[str, Any], arch: str) -> None:
     rope = config["rope_parameters"]
     writer.add_name(f"tiny {config['model_type']}")
-    writer.add_block_count(config["num_hidden_layers"])
+    drafting = config.get(
+        "num_nextn_predict_layers", 0
+    )  # layers behind the others, whose tensors may be there
+    writer.add_block_count(config["num_hidden_layers"] + drafting)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -441,6 +444,8 @@ def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]
 
 
 def _add_experts(writer: Any, config: dict[str, Any]) -> None:
+    import gguf
+
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     writer.add_expert_count(next(config[name] for name in names if name in config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -455,10 +460,13 @@ def _add_experts(writer: Any, config: dict[str, Any]) -> None:
         writer.add_attention_scale(config["attention_multiplier"])
     if config["model_type"] == "glm4_moe":
         writer.add_rope_dimension_count(config["head_dim"] // 2)
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+        writer.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.enorm.weight", np.ones(64, np.float32))
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
 
