@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
-    "api": 660, "core": 1_620, "engine": 1_700, "runtime": 660, "models": 710, "heads": 960, "drafters": 2_200,
-    "cpu": 5_700, "cuda": 3_320, "loaders": 2_860, "train": 1_720, "measure": 4_260, "server": 2_550, "cli": 2_080,
+    "api": 660, "core": 1_620, "engine": 1_700, "runtime": 660, "models": 825, "heads": 960, "drafters": 2_200,
+    "cpu": 5_740, "cuda": 3_340, "loaders": 3_085, "train": 1_725, "measure": 4_260, "server": 2_550, "cli": 2_080,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 31_030, 8_500, 640
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 31_430, 8_610, 640
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,

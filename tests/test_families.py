@@ -207,6 +207,45 @@ def test_long_rope_is_chosen_by_the_longest_text_served() -> None:
     assert (whole(Decoder.load(source), tokens).logits - found).abs().max() > 1e-2
 
 
+ROPES: dict[str, dict[str, Any]] = {
+    "not truncated": {"rope_type": "yarn", "factor": 32.0, "truncate": False},
+    "scaled": {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "half scaled": {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0},
+    "stated": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "attention_factor": 1.5},
+    "long": {"rope_type": "longrope", "short_factor": [1.5] * 16, "long_factor": [9.0] * 16},
+    "long by a factor": {
+        "rope_type": "longrope",
+        "factor": 5.0,
+        "short_factor": [1.5] * 16,
+        "long_factor": [9.0] * 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_theta": 50_000.0, "original_max_position_embeddings": 256, **ROPES[name]}
+    sizes = {**SIZES, "max_position_embeddings": 4096, "head_dim": 32}
+    oracle = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+    config = read_config("c", {"model_type": "llama", **sizes, "rope_parameters": rope})
+    inverse, factor = frequencies(config.rope, 32, 256)
+    torch.testing.assert_close(inverse, oracle.inv_freq, atol=0, rtol=3e-7)
+    assert factor == pytest.approx(oracle.attention_scaling)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite"])
+def test_biases_of_attention_in_every_family_that_has_the_key(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_hf(tmp_path, family, attention_bias=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    found = whole(Decoder.load(Loaded(folder)), TOKENS).logits
+    assert (found - said_by(model, TOKENS)).abs().max() < 1e-4
+
+
 def test_queries_are_scaled_by_position_and_layers_may_not_turn() -> None:
     from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 

@@ -52,25 +52,19 @@ def expand_tables(share, b, m, places_at):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _norm_rows(share, b, m, layer, w):  # type: ignore[no-untyped-def]
-    """A row's queries as one vector, and its keys, where their norms are over all heads."""
-    of_queries, of_keys = m.num_heads * m.dim, m.num_kv_heads * m.dim
-    for row in range(share.part, b.rows, share.threads):
-        here = w.wide + row * layer.qkv.n * 4
-        normalize(here, layer.q_norm, here, of_queries, m.eps)
-        normalize(here + of_queries * 4, layer.k_norm, here + of_queries * 4, of_keys, m.eps)
-
-
-@piece
 def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries."""
-    q_norm, k_norm = layer.q_norm, layer.k_norm
-    if m.is_norm_over_heads:
-        _norm_rows(share, b, m, layer, w)
-        q_norm = k_norm = 0
-        barrier(share)
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    if m.norms_whole:
+        q_norm = k_norm = 0
+        for row in range(share.part, b.rows, share.threads):
+            q = w.wide + row * layer.qkv.n * 4
+            normalize(q, layer.q_norm, q, m.num_heads * dim, m.eps)
+            k = q + m.num_heads * dim * 4
+            normalize(k, layer.k_norm, k, m.num_kv_heads * dim, m.eps)
+        barrier(share)
     first, last = range_of(share, b.rows * units)
     for item in range(first, last):
         row, unit = item // units, item % units

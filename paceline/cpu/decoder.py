@@ -59,8 +59,7 @@ class CpuDecoder:
         ropes, room = {config.rope_of(i) for i in range(config.num_layers)}, config.max_context
         self._rotary = {rope: rotary_tables(rope, config.rotary_width, room) for rope in ropes}
         self._query_scales = query_scales(config.rope, room)
-        # the scale of logits is that of their norm
-        self._norm = tensors["norm.weight"] * config.logits_scale
+        self._norm = tensors["norm.weight"] * config.logits_scale  # logits are linear in what it gives
         self._layers = numbers(self._layer(i) for i in range(config.num_layers))
         self.model = self._describe()
         self._model = numbers(self.model)
@@ -135,8 +134,8 @@ class CpuDecoder:
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
             config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
             float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
-            *self._kv_widths(), config.rotary_width, config.qk_norm_over_heads,
-            0 if self._query_scales is None else self._query_scales.data_ptr(), float(config.residual_scale),
+            *self._kv_widths(), config.rotary_width, config.qk_norm_whole, float(config.residual_scale),
+            0 if self._query_scales is None else self._query_scales.data_ptr(),
         )  # fmt: skip
 
     def _kv_widths(self) -> tuple[int, int]:

@@ -128,9 +128,8 @@ class Memory:
         model = target.model._replace(head=head, norm=norm, layers=at, num_layers=len(rows))
         model = model._replace(hidden=config.hidden_size, inner=inner, vocab=config.draft_vocab_size)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
-        model = model._replace(rotary=dim, is_norm_over_heads=False, query_scales=0, residual_scale=1.0)
-        return model._replace(eps=float(config.rms_eps), is_gelu=False)
+        model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, rotary=dim, scale=dim**-0.5)
+        return model._replace(eps=float(config.rms_eps), is_gelu=False, residual_scale=1.0)
 
 
 def draft_ids(tensors: Tensors) -> np.ndarray:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize
+from paceline.cpu.rows import add_scaled, copy, fill, gate, normalize
 from paceline.cpu.sync import barrier, range_of, wanted_by
 from paceline.models.quantize import DOT_ROWS
 
@@ -43,10 +44,10 @@ class Model(NamedTuple):
     is_rounded: bool  # queries, keys and values are integers with scales
     key_bytes: int  # of a head of a query or a cached key
     value_bytes: int  # of a head of a cached value
-    rotary: int  # numbers of a head that turn, its first
-    is_norm_over_heads: bool  # one norm of a row's queries, one of its keys; else one for each head
+    rotary: int  # dimensions of a head that turn with the position, the first ones
+    norms_whole: bool  # q and k norms span all heads
+    residual_scale: float
     query_scales: int  # address of [max_context] floats that queries are multiplied by; 0: none
-    residual_scale: float  # of what attention and the MLP add
 
 
 class LayerRow(NamedTuple):
@@ -165,12 +166,12 @@ def ask(share, matrix, size):  # type: ignore[no-untyped-def]
 
 @piece
 def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
-    """h += narrow, or its norm where there is a weight, times a scale."""
+    """h += narrow, or its norm where there is a weight, times the model's factor."""
     for row in range(share.part, rows, share.threads):
         added = w.narrow + row * stride * 4
         if after != 0:
             normalize(added, after, added, m.hidden, m.eps)
-        add(w.h + row * m.hidden * 4, added, m.hidden, m.residual_scale)
+        add_scaled(w.h + row * m.hidden * 4, added, m.hidden, np.float32(m.residual_scale))
 
 
 @unrolled

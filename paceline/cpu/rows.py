@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, types
 
 from paceline.cpu.compile import piece, piece_named
-from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
+from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, fma, instruction
 from paceline.cpu.matmul import BLOCK_8, GROUP_8, REBASE, stored_scale
 from paceline.models.quantize import DOT_ROWS, GROUP
 
@@ -69,11 +69,17 @@ def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def
 
 
 @piece
-def add(x_at, added_at, width, scale=1.0):  # type: ignore[no-untyped-def]
-    """x += added * scale; a scale of one changes no bit."""
+def add(x_at, added_at, width):  # type: ignore[no-untyped-def]
     x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
     for i in range(width):
-        x[i] += added[i] * np.float32(scale)
+        x[i] += added[i]
+
+
+@piece
+def add_scaled(x_at, added_at, width, factor):  # type: ignore[no-untyped-def]
+    x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
+    for i in range(width):
+        x[i] = fma(added[i], factor, x[i])
 
 
 @piece

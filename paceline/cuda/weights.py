@@ -32,7 +32,7 @@ PLAIN_ROWS, CHECKED_ROWS = 8, 64
 NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
 # What a model may have and these kernels do not do yet.
 MISSING = (
-    "out_bias", "mlp_bias", "qk_norm_over_heads", "post_norm", "residual_scale", "logits_scale", "rotary_dim",
+    "out_bias", "mlp_bias", "qk_norm_whole", "post_norm", "residual_scale", "logits_scale", "rotary_dim",
     "attention_sinks",
 )  # fmt: skip
 

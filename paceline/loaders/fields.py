@@ -131,7 +131,7 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
     if family in ("olmo2", "olmo3"):
-        values |= {"post_norm": True, "qk_norm_over_heads": True}
+        values |= {"post_norm": True, "qk_norm_whole": True}
     has_qk_norm = family in ("qwen3", "gemma3", "olmo2", "olmo3")
     config = ModelConfig(family=family, qk_norm=has_qk_norm, **values)
     heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
@@ -172,11 +172,11 @@ def rows_at(first: int, count: int, rows: slice) -> slice:
     return slice(first + start, first + stop)
 
 
-def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Found, layers: str) -> None:
-    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
-    names: the config's weights to the file's tensors; layers: begins the names of all layers' tensors."""
-    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, place_rows(config, names)[1])
-    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
+def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Found, layers: str) -> None:
+    """Every wanted tensor is in the file with its shape, and no layer has a tensor beyond those. layers:
+    begins the names of all layers' tensors."""
+    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, wanted)
+    others = (name for name in found.keys() - wanted.keys() if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if unused:
         raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder")

@@ -47,9 +47,9 @@ class GgufCheckpoint:
         self.config: ModelConfig = read_config(path, header, divisors, self._divisors("rope_factors_long"))
         self._shapes = self.config.weight_names()
         names = {weight: gguf_name(self.config, weight) for weight in self._shapes}
-        check_weights(path, self.config, names, header.tensors, layers="blk.")
+        self._firsts, wanted = place_rows(self.config, names)
+        check_weights(path, self.config, wanted, header.tensors, layers="blk.")
         self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
-        self._firsts, _ = place_rows(self.config, names)
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}

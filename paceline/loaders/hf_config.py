@@ -76,7 +76,7 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
     layers = keys.count("num_hidden_layers")
-    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, turns_part=family == "phi3")
+    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0, family == "phi3")
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes |= _biases(family, keys)
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
@@ -104,14 +104,14 @@ def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dic
         original = parameters.count("original_max_position_embeddings")
         beta = parameters.number("llama_4_scaling_beta")
         return {"rope": replace(sizes["rope"], query_beta=beta, original_context=original)}
-    if family == "granite":
-        return {
-            "embed_scale": keys.number("embedding_multiplier", 1.0),
-            "attention_scale": keys.number("attention_multiplier", 1.0),
-            "residual_scale": keys.number("residual_multiplier", 1.0),
-            "logits_scale": 1.0 / keys.number("logits_scaling", 1.0),
-        }
-    return {}
+    return granite_scales(keys) if family == "granite" else {}
+
+
+def granite_scales(keys: Fields) -> dict[str, float]:
+    """The multipliers of Granite models."""
+    scales = {"embed": "embedding", "attention": "attention", "residual": "residual"}
+    found = {f"{ours}_scale": keys.number(f"{theirs}_multiplier", 1.0) for ours, theirs in scales.items()}
+    return found | {"logits_scale": 1.0 / keys.number("logits_scaling", 1.0)}
 
 
 def _biases(family: Family, keys: Fields) -> dict[str, bool]:
@@ -134,22 +134,21 @@ def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, stated))
 
 
-def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bool = False) -> dict[str, Any]:
-    """What the configs of models and of heads both say about a layer. turns_part: rotary embedding may be of
-    a part of each head."""
+def layer_sizes(keys: Fields, default_theta: float = 10_000.0, may_turn_part: bool = False) -> dict[str, Any]:
+    """What the configs of models and of heads both say about a layer. may_turn_part: a part of a head may
+    turn with the position, and the rest stay as it is."""
     sizes: dict[str, Any] = {n: keys.count(n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
     heads = keys.count("num_attention_heads")
     sizes |= {"num_heads": heads, "num_kv_heads": keys.count("num_key_value_heads", heads)}
     sizes["head_dim"] = keys.count("head_dim", sizes["hidden_size"] // heads or None)
-    parameters, theta = _rope_parameters(keys, default_theta)
-    partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    of_keys = keys.number("partial_rotary_factor", 1.0)
+    partial = _rope_parameters(keys).number("partial_rotary_factor", of_keys)
     if partial != 1.0:
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
-        if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
+        if not (may_turn_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
             what = f"partial_rotary_factor = {partial} is not supported, only 1, and less for phi3"
             raise ModelFileError(f"{keys.source}: {what}")
-    rope = _scaled_rope(parameters, theta, keys)
-    return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": rope}
+    return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": _rope(keys, default_theta)}
 
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -177,14 +176,18 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     return tuple(i >= first for i in range(layers))
 
 
-def _rope_parameters(keys: Fields, default_theta: float) -> tuple[Fields, float]:
-    """Rotary settings of the layers with full attention, in either spelling, and their base."""
+def _rope_parameters(keys: Fields) -> Fields:
+    """Rotary settings of the layers with full attention, in either spelling."""
     parameters = keys.section("rope_parameters")
     if "full_attention" in parameters.values:
         parameters = parameters.section("full_attention")
-    if keys.get("rope_scaling"):
-        parameters = keys.section("rope_scaling")
-    return parameters, parameters.number("rope_theta", keys.number("rope_theta", default_theta))
+    return keys.section("rope_scaling") if keys.get("rope_scaling") else parameters
+
+
+def _rope(keys: Fields, default_theta: float) -> RopeConfig:
+    parameters = _rope_parameters(keys)
+    theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
+    return _scaled_rope(parameters, theta, keys)
 
 
 def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:

@@ -55,10 +55,10 @@ class SafetensorsCheckpoint:
             weight: head if weight == "lm_head.weight" else prefix + stored_name(self.config, weight)
             for weight in self.config.weight_names()
         }
-        self._firsts, _ = fields.place_rows(self.config, self._names)
+        self._firsts, wanted = fields.place_rows(self.config, self._names)
         self._shapes = self.config.weight_names()
-        check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
-        for tensor in self._names.values():
+        check_weights(path, self.config, wanted, self._found, layers=prefix + "layers.")
+        for tensor in wanted:
             if self._found[tensor].dtype not in TYPES:
                 kind, known = self._found[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")

@@ -60,15 +60,15 @@ class ModelConfig:
     out_bias: bool = False  # of what follows attention
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_norm_over_heads: bool = False  # OLMo: one norm over all heads of a row, not one for each head
+    qk_norm_whole: bool = False  # OLMo: one norm over all heads together
     sandwich_norm: bool = False  # gemma: a second norm after attention and after the MLP
     post_norm: bool = False  # OLMo 2: norms after attention and after the MLP alone
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
-    residual_scale: float = 1.0  # multiplies what attention and the MLP add
+    residual_scale: float = 1.0  # multiplies what attention and the ffn add to the residual stream
     logits_scale: float = 1.0  # multiplies logits
-    rotary_dim: int = 0  # numbers of a head that turn, its first; 0: the whole head
+    rotary_dim: int = 0  # the first dimensions of a head, which turn; 0 means all
     rope_layers: tuple[bool, ...] = ()  # which layers turn queries and keys; empty: all
     attention_sinks: bool = False  # gpt-oss: each head has a logit more, which weighs and has no value
     sliding_window: int | None = None
@@ -107,7 +107,7 @@ class ModelConfig:
             linear(f"self_attn.{proj}_proj", heads * d, h, self.qkv_bias)
         linear("self_attn.o_proj", h, self.num_heads * d, self.out_bias)
         if self.qk_norm:
-            own = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_heads else (1, 1)
+            own = (self.num_heads, self.num_kv_heads) if self.qk_norm_whole else (1, 1)
             layer |= {f"self_attn.{n}_norm.weight": (count * d,) for n, count in zip("qk", own, strict=True)}
         if self.attention_sinks:
             layer["self_attn.sinks"] = (self.num_heads,)

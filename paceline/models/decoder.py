@@ -36,7 +36,7 @@ def sizes_of(config: ModelConfig, bits: int) -> Sizes:
         config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
         config.rms_eps, config.qkv_bias, config.qk_norm, config.sandwich_norm, config.activation, bits,
         has_out_bias=config.out_bias, has_ffn_bias=config.mlp_bias, has_sinks=config.attention_sinks,
-        is_norm_over_heads=config.qk_norm_over_heads, is_post_norm=config.post_norm,
+        norms_whole=config.qk_norm_whole, is_post_norm=config.post_norm,
         residual_scale=config.residual_scale,
     )  # fmt: skip
 

@@ -37,11 +37,11 @@ class Sizes(NamedTuple):
     is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
     activation: str = "silu"
     bits: int = 32  # below, products round as the CPU kernels do
+    norms_whole: bool = False  # q and k norms span all heads
+    residual_scale: float = 1.0
+    is_post_norm: bool = False  # OLMo 2: norms after attention and after the ffn alone
     has_out_bias: bool = False
     has_ffn_bias: bool = False
-    is_norm_over_heads: bool = False  # one norm of queries over all heads, one of keys
-    is_post_norm: bool = False  # norms after attention and after the ffn alone
-    residual_scale: float = 1.0  # of what both add
     has_sinks: bool = False
 
 
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
         out = sizes.heads * sizes.dim
         self.o_proj = Linear.empty(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
-        counts = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
+        counts = (sizes.heads, sizes.kv_heads) if sizes.norms_whole else (1, 1)
         self.q_norm, self.k_norm = (
             Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in counts
         )
@@ -157,7 +157,7 @@ class Layer(nn.Module):
         before = nn.Identity if sizes.is_post_norm else partial(Norm, sizes.hidden, sizes.eps)
         self.input_layernorm: nn.Module = before()
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
-        self.norms_added, self.scale = sizes.is_sandwich or sizes.is_post_norm, sizes.residual_scale
+        self.norms_added, self.residual_scale = sizes.is_sandwich or sizes.is_post_norm, sizes.residual_scale
         if self.norms_added:
             self.pre_feedforward_layernorm = before()
             self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
@@ -175,7 +175,7 @@ class Layer(nn.Module):
         return self._add(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
 
     def _add(self, x: Tensor, added: Tensor) -> Tensor:
-        return x + (added if self.scale == 1.0 else added * self.scale)
+        return x + (added if self.residual_scale == 1.0 else added * self.residual_scale)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:

@@ -93,8 +93,8 @@ def query_scales(rope: RopeConfig, num_positions: int) -> Tensor | None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., heads, head_dim], cos and sin [..., width / 2]; dimensions before may be missing. What lies
-    beyond the width stays."""
+    """x [..., heads, head_dim], cos and sin [..., half of what turns]; dimensions before may be missing, and
+    the last of a head may stay as they are."""
     half = cos.shape[-1]
     left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)

@@ -51,6 +51,12 @@ MODELS = {
         "local_layers": (True, False), "rope_local": RopeConfig(theta=500.0),
         "tie_embeddings": True, "qk_norm": True,
     },
+    "smollm3": {"rope_layers": (True, False)},
+    "phi3": {
+        "rope": RopeConfig(
+            kind="longrope", original_context=32, attention_factor=1.2, divisors=(1.5,) * 8, long_divisors=(4.0,) * 8
+        )
+    },
 }  # fmt: skip
 TREE = [-1, 0, 0, 1, 1, 2, 3]  # a root and six nodes
 GREEDY = Pick(0.0, 0)
