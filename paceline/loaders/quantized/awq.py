@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.loaders.fields import Fields
-from paceline.loaders.quantized.parts import SCALES, Grid, Module, Part, Reader, dequantize, unpack
+from paceline.loaders.quantized.parts import SCALES, Grid, Module, Part, Reader, dequantize
 
 BITS, PER_WORD = 4, 8
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word an output lies
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output lies in each place of a word
 
 
 def check_settings(config: Fields) -> None:
@@ -57,5 +57,9 @@ def _read(qweight: Part, scales: Part, zeros: Part, rows: slice) -> Tensor:
 
 
 def _outputs(words: Tensor) -> Tensor:
-    """int32 [n, words] -> integers [outputs, n]."""
-    return unpack(words, BITS).unflatten(1, (-1, PER_WORD))[:, :, PLACES].flatten(1).t()
+    """int32 [n, words] -> uint8 [outputs, n]."""
+    turned = words.t().contiguous()
+    outputs = torch.empty(len(turned), PER_WORD, turned.shape[1], dtype=torch.uint8)
+    for place, output in enumerate(ORDER):
+        outputs[:, output] = (turned >> BITS * place) & 15
+    return outputs.flatten(0, 1)

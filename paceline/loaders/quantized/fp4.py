@@ -28,7 +28,8 @@ class Stored(NamedTuple):
 def fp4_values(bytes_: Tensor) -> Tensor:
     """uint8 [..., n] -> float32 [..., 2 n]."""
     table = torch.tensor([*VALUES, *(-value for value in VALUES)])
-    return table[torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2).to(torch.int32)]
+    halves = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+    return table.index_select(0, halves.flatten().to(torch.int32)).view(halves.shape)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

@@ -85,16 +85,17 @@ class Grid:
     first: int = 0  # row of the weight that is our row 0, counted from the first block here
     groups: Tensor | None = None  # [inputs]: the group of each; None: equal groups, one after the other
 
-    def scaled(self, codes: Tensor, rows: slice) -> Tensor:
-        """codes [rows, inputs] float32 -> weights."""
+    def scale(self, codes: Tensor, rows: slice) -> None:
+        """codes [rows, inputs] float32 become weights, in place."""
         blocks = (torch.arange(rows.start, rows.stop) + self.first) // self.block
         each = codes.unflatten(1, (self.scales.shape[1], -1)) if self.groups is None else codes
-        zeros = None if self.zeros is None else self._spread(self.zeros, blocks)
-        each = each if zeros is None else each - zeros
-        return (each * self._spread(self.scales, blocks)).view(codes.shape)
+        if self.zeros is not None:
+            each.sub_(self._spread(self.zeros, blocks))
+        each.mul_(self._spread(self.scales, blocks))
 
     def _spread(self, values: Tensor, blocks: Tensor) -> Tensor:
-        return values[blocks][:, :, None] if self.groups is None else values[blocks][:, self.groups]
+        here = values if self.block == 1 and len(blocks) == len(values) else values[blocks]
+        return here[:, :, None] if self.groups is None else here.index_select(1, self.groups)
 
 
 def dequantize(codes: Callable[[slice], Tensor], grid: Grid, shape: tuple[int, int]) -> Tensor:
@@ -103,19 +104,27 @@ def dequantize(codes: Callable[[slice], Tensor], grid: Grid, shape: tuple[int, i
     step = max(STEP // max(shape[1], 1), 1)
     for first in range(0, shape[0], step):
         rows = slice(first, min(first + step, shape[0]))
-        weights[rows] = grid.scaled(codes(rows).to(torch.float32), rows)
+        weights[rows] = codes(rows)
+        grid.scale(weights[rows], rows)
     return weights
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., n] -> unsigned integers [..., n * 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    """int32 [n, m] -> uint8 [n, m * 32 / bits], the lowest bits of a word first."""
+    copied = words.clone(memory_format=torch.contiguous_format)
+    wide = copied.view(torch.uint8)  # [n, m * 4]: of a word the lowest byte first
+    if bits == 8:
+        return wide
+    return torch.stack([(wide >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1).flatten(1)
 
 
-def group_index(part: Part, num_groups: int) -> Tensor:
-    """Which group each input is in."""
+def group_index(part: Part, num_groups: int) -> Tensor | None:
+    """Which group each input is in; None if they are of equal size and follow each other."""
     index = part.read().to(torch.int64)
+    if len(index) % num_groups == 0:
+        size = len(index) // num_groups
+        if torch.equal(index, torch.arange(len(index)) // size):
+            return None
     if bool((index < 0).any() or (index >= num_groups).any()):
         problem = f"names groups beyond the {num_groups} that have scales"
         raise ModelFileError(f"{part.file}: tensor {part.name} {problem}; fetch the model again")
