@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 32_250, 8_500, 640
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 32_240, 8_500, 640
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,

@@ -232,12 +232,12 @@ def hub(folder: Path) -> Iterator[tuple[type[Hub], str]]:
     server.server_close()
 
 
-def on_the_hub(model: str, address: str, home: Path, **limits: str) -> Any:
+def on_the_hub(model: str, address: str, home: Path, verb: str = "--check", **limits: str) -> Any:
     """In its own process: huggingface_hub reads its settings when it is imported. limits: of the loader."""
     changes = "".join(f"hub.{name} = {value}; " for name, value in limits.items())
     code = f"from paceline.loaders import hub; {changes}from paceline.cli.entry import main; raise SystemExit(main())"
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "*"}
-    command = [sys.executable, "-c", code, "models", "--check", model, "--json"]
+    command = [sys.executable, "-c", code, "models", verb, model, "--json"]
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
 
 
@@ -267,6 +267,16 @@ def test_of_a_gguf_file_only_the_header_is_fetched(
     assert report["bytes"] >= whole["bytes"]
     assert set(handler.sent) <= {0, 1000, 30_000}
     assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_of_a_part_all_are_fetched(hub: tuple[type[Hub], str], folder: Path, tmp_path: Path) -> None:
+    done = on_the_hub("org/split:s-00002-of-00003.gguf", hub[1], tmp_path, verb="--fetch")
+    assert done.returncode == 0, done.stderr
+    listed = {model["name"]: model for model in json.loads(done.stdout)}
+    first = listed["org/split:s-00001-of-00003.gguf"]
+    assert first["bytes"] == sum(path.stat().st_size for path in folder.parent.glob("s-*.gguf"))
+    assert len(list(Path(first["path"]).parent.glob("*.gguf"))) == 3
+    assert open_checkpoint(first["path"]).config.num_layers == 2
 
 
 def test_problems_of_names_are_named(hub: tuple[type[Hub], str], tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ class Models:
 def models(asked: Models) -> None:
     from paceline.loaders import hub
 
-    if asked.check is not None:
-        return _check(asked.check, asked.json)
     if asked.fetch is not None:
         hub.resolve(asked.fetch)
+    if asked.check is not None:
+        return _check(asked.check, asked.json)
     found, screen = hub.local_models(), console.stdout()
     if asked.json:
         return console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])

@@ -19,6 +19,7 @@ from paceline.loaders.quantized.formats import quantization_of
 from paceline.models.config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
+TEXTS = {"tokenizer.json": "tokenizer.ggml.tokens", "chat_template.jinja": "tokenizer.chat_template"}
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 
 
@@ -88,12 +89,12 @@ def _on_the_hub(repo: str) -> Found:
         found.problems.append(f"{repo} has no .safetensors files; {remedy}")
     if files is None or INDEX not in files:
         return found
-    index = _values(hub.from_hub(repo, INDEX, progress=False))
-    return found._replace(num_bytes=index.section("metadata").count("total_size"))
+    size = _values(hub.from_hub(repo, INDEX, progress=False)).section("metadata").get("total_size")
+    return found._replace(num_bytes=int(size) if isinstance(size, int | float) else None)
 
 
 def _gguf_on_the_hub(repo: str, file: str) -> Found:
-    """From the headers of its parts; tensors are checked, too."""
+    """From the headers of its parts alone."""
     found, size = Found(f"{repo}:{file}", "gguf", []), 0
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / Path(part).name for part in part_names(file)]
@@ -101,16 +102,10 @@ def _gguf_on_the_hub(repo: str, file: str) -> Found:
             size += hub.fetch_header(repo, part, path)
         try:
             header, values = read_parts(paths[0]).header, _header(paths[0])
-            texts = {
-                "tokenizer.json": "tokenizer.ggml.tokens",
-                "chat_template.jinja": "tokenizer.chat_template",
-            }
-            files = frozenset(name for name, key in texts.items() if key in header.metadata)
-            found = found._replace(
-                num_bytes=size, values=values, files=files, quantization=main_type(paths[0])
-            )
-            config = gguf_header.read_config(Path(file), header)
-            return found._replace(config=config)
+            files = frozenset(name for name, key in TEXTS.items() if key in header.metadata)
+            found = found._replace(num_bytes=size, values=values, files=files)
+            found = found._replace(quantization=main_type(paths[0]))
+            return found._replace(config=gguf_header.read_config(Path(file), header))
         except ModelFileError as error:
             return found._replace(problems=[str(error).replace(folder, repo)])
 

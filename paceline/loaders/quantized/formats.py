@@ -27,8 +27,8 @@ READ = "use the unquantized model, or one in FP8, compressed-tensors, AWQ, GPTQ,
 PACKED = ("qweight", "weight_packed")  # end names of tensors that are a `weight`
 # Of activations and the KV cache.
 UNUSED = (
-    ".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
-    ".output_zero_point", ".q_scale", ".k_scale", ".v_scale",
+    ".input_scale", ".input_scale_ub", ".activation_scale", ".input_zero_point", ".input_global_scale",
+    ".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 
 
