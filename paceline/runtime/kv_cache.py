@@ -110,7 +110,7 @@ class KvCache:
         if cached.num_cached // BLOCK_SIZE > len(cached.block_hashes):
             self.register(cached, tokens[: cached.num_cached])
         if self.states is not None and path:
-            self.states.commit(cached, first, path, has_more)
+            self.states.commit(cached, first, path)
 
     def gather(self, cached: Cached, first: int, path: Sequence[int]) -> None:
         """Move the nodes on a path into place, one after the other from index `first` on."""

@@ -44,7 +44,7 @@ class States:
         held = 0 if count <= len(self._free) else sum(self._holders[s] == 1 for s in self._by_name.values())
         return count <= len(self._free) + held
 
-    def commit(self, cached: Cached, first: int, path: Sequence[int], has_more: bool) -> None:
+    def commit(self, cached: Cached, first: int, path: Sequence[int]) -> None:
         """The state after the last accepted node is the text's; those after full blocks are named. first: the
         index of the root among the tokens."""
         if cached.snapshot is not None and cached.snapshot[0] <= first:
@@ -54,10 +54,9 @@ class States:
         for i, node in enumerate(path):
             self._name(cached, first + i, cached.states[1 + node])
         kept = cached.states.pop(1 + path[-1])
-        self._release(cached.states[0])
-        cached.states[0] = kept
-        while len(cached.states) > 2 and not has_more:
-            self._release(cached.states.pop())
+        for slot in cached.states:  # one that has a name now must not be written again
+            self._release(slot)
+        cached.states = [kept]
 
     def _name(self, cached: Cached, index: int, slot: int) -> None:
         """A version after the last token of a full block can be found by others; the first keeps the name."""
