@@ -27,6 +27,7 @@ GGUF_ARCHITECTURES = {
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
 }  # fmt: skip
 PERMUTED = ("llama", "smollm3", "mistral3", "granite", "granitemoe")  # as llama.cpp's conversion has it
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 384
 # Where in a block of a GGUF type its half-precision scales lie; random bytes there may be infinite.
@@ -89,6 +90,19 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
+    },
+    "qwen3_5_moe": {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
     },
     "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
@@ -180,6 +194,10 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+for _name in HYBRID_FAMILIES[1:]:
+    FAMILY_SIZES[_name] = {**FAMILY_SIZES[HYBRID_FAMILIES[0]], **FAMILY_SIZES[_name]}
+
+
 def tiny_hf(
     folder: Path,
     family: str,
@@ -215,6 +233,8 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
         "gemma3": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM),
         "qwen3_5": (tf.Qwen3_5TextConfig, tf.Qwen3_5ForCausalLM),
+        "qwen3_5_moe": (tf.Qwen3_5MoeTextConfig, tf.Qwen3_5MoeForCausalLM),
+        "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM),
         "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM),
         "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM),
         "phi3_long": (tf.Phi3Config, tf.Phi3ForCausalLM),
@@ -242,7 +262,7 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
 
     noise = torch.randn(weight.shape, generator=generator)
     if name.endswith("norm.weight"):
-        is_offset = family in ("gemma3", "qwen3_5") and "linear_attn" not in name
+        is_offset = family in ("gemma3", *HYBRID_FAMILIES) and "linear_attn" not in name
         return 0.1 * noise + (0 if is_offset else 1)
     if "conv1d" in name:
         return noise / weight.shape[-1] ** 0.5

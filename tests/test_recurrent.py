@@ -19,30 +19,28 @@ from paceline.core.types import BLOCK_SIZE, Cached, Segment
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from tests.make_models import tiny_hf, tiny_tokenizer
+from tests.make_models import HYBRID_FAMILIES, tiny_hf, tiny_tokenizer
 from tests.odd_models import DTYPES
 from tests.passes import random_parents
 from tests.test_decoder import TOKENS, tiny
 
-CPU, KERNELS, FAMILY = torch.device("cpu"), ("exact", "torch"), "qwen3_5"
+CPU, KERNELS, FAMILY = torch.device("cpu"), ("exact", "torch"), HYBRID_FAMILIES[0]
 PROMPTS = [TOKENS[:12] * 2, TOKENS[20:57], TOKENS[3:8], [*TOKENS[:35], *TOKENS[:9]]]
 LENGTH, PLACE = 40, TemporaryDirectory()
 
 
 @cache
-def decoder(kernels: str, dtype: str) -> Any:
-    backend = backend_for(CPU, kernels)
-    return backend, backend.load(tiny(FAMILY)[0], dtype) if kernels == "torch" else _compiled(dtype)
-
-
-def _compiled(dtype: str) -> Any:
+def decoder(kernels: str, dtype: str, family: str) -> Any:
     from paceline.cpu.decoder import CpuDecoder
 
-    return CpuDecoder.load(tiny(FAMILY)[0], dtype=dtype, use_cache=False)
+    backend = backend_for(CPU, kernels)
+    if kernels == "torch":
+        return backend, backend.load(tiny(family)[0], dtype)
+    return backend, CpuDecoder.load(tiny(family)[0], dtype=dtype, use_cache=False)
 
 
-def executor_of(kernels: str = "exact", dtype: str = "float32") -> LocalExecutor:
-    backend, loaded = decoder(kernels, dtype)
+def executor_of(kernels: str = "exact", dtype: str = "float32", family: str = FAMILY) -> LocalExecutor:
+    backend, loaded = decoder(kernels, dtype, family)
     memory = KvMemory(loaded.config, 32, CPU, backend.kv_format(dtype, "auto"), num_states=64)
     return LocalExecutor(backend, loaded, memory)
 
@@ -61,9 +59,10 @@ def alone(executor: LocalExecutor, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_agrees_with_transformers(kernels: str) -> None:
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_agrees_with_transformers(family: str, kernels: str) -> None:
     """A prompt, then token by token, and nodes of a tree after each of which another path was taken."""
-    expected, executor = tiny(FAMILY)[1], executor_of(kernels)
+    expected, executor = tiny(family)[1], executor_of(kernels, family=family)
     assert (alone(executor, TOKENS) - expected).abs().max() < 1e-4
     cached = Cached()
     first = read(executor, cached, TOKENS[:20])
@@ -179,12 +178,12 @@ def _note(kept: dict[int, tuple[int, ...]], cached: Cached, text: list[int], fir
 
 
 @cache
-def folder() -> str:
-    return str(tiny_tokenizer(tiny_hf(Path(PLACE.name), FAMILY)))
+def folder(family: str = FAMILY) -> str:
+    return str(tiny_tokenizer(tiny_hf(Path(PLACE.name) / family, family)))
 
 
-def llm_of(speculative: Any, dtype: str = "int8", **options: Any) -> LLM:
-    return LLM(folder(), dtype=dtype, speculative_config=speculative, progress=False, **options)
+def llm_of(speculative: Any, dtype: str = "int8", family: str = FAMILY, **options: Any) -> LLM:
+    return LLM(folder(family), dtype=dtype, speculative_config=speculative, progress=False, **options)
 
 
 def answers(llm: LLM, **params: Any) -> list[list[int]]:
@@ -194,16 +193,16 @@ def answers(llm: LLM, **params: Any) -> list[list[int]]:
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_texts_are_those_of_transformers(kernels: str) -> None:
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_texts_are_those_of_transformers(family: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder(family), dtype=torch.float32)
     expected = [
         model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
         for prompt in PROMPTS
     ]
-    said = answers(llm_of(None, "float32", kernels=kernels), temperature=0.0)
+    said = answers(llm_of({"method": "suffix"}, "float32", family), temperature=0.0)
     assert said == [ids[0, len(prompt) :].tolist() for ids, prompt in zip(expected, PROMPTS, strict=True)]
 
 

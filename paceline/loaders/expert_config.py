@@ -14,8 +14,10 @@ from paceline.models.config import ExpertsConfig, Family
 
 MAX_EXPERTS = 4_096
 EXPERT_FAMILIES: tuple[Family, ...] = (
-    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "qwen3_5_moe", "qwen3_next",
 )  # fmt: skip
+SHARING = ("qwen2_moe", "qwen3_5_moe", "qwen3_next")  # with a shared expert behind a gate
+ALWAYS_NORMED = ("mixtral", "granitemoe", "qwen3_5_moe")  # whose shares sum up to one
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 WIDE = ("mixtral", "olmoe", "granitemoe")  # an expert is as wide as `intermediate_size` says
 UNNORMED = ("olmoe", "qwen2_moe")  # in GGUF files that do not say whether shares sum up to one
@@ -31,7 +33,7 @@ def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig |
     dense, shared = _listed(keys, "mlp_only_layers"), 0
     step, first = keys.count("decoder_sparse_step", 1), _optional(keys, "first_k_dense_replace")
     dense_layers = tuple(i for i in layers if i in dense or (i + 1) % step or i < first)
-    if family == "qwen2_moe":
+    if family in SHARING:
         shared = keys.count("shared_expert_intermediate_size")
     elif family == "glm4_moe":
         shared = inner * _optional(keys, "n_shared_experts")
@@ -39,10 +41,10 @@ def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig |
     experts = ExpertsConfig(
         keys.count(count), keys.count("num_experts_per_tok"), inner,
         router="sigmoid" if family == "glm4_moe" else "softmax",
-        normalizes=family in ("mixtral", "granitemoe") or keys.flag("norm_topk_prob", False),
+        normalizes=family in ALWAYS_NORMED or keys.flag("norm_topk_prob", False),
         scale=keys.number("routed_scaling_factor", 1.0),
         groups=keys.count("n_group", 1), top_groups=keys.count("topk_group", 1),
-        shared_inner=shared, has_shared_gate=family == "qwen2_moe", dense_layers=dense_layers,
+        shared_inner=shared, has_shared_gate=family in SHARING, dense_layers=dense_layers,
     )  # fmt: skip
     return _checked(keys, experts) if len(dense_layers) < len(layers) else None
 

@@ -124,7 +124,17 @@ class Fields:
         return value
 
 
-QK_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "qwen3_5", "olmoe", "qwen3_moe")
+QK_NORMED = (
+    "qwen3",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmoe",
+    "qwen3_moe",
+)
 
 
 def family_config(source: str, family: Family, **values: Any) -> ModelConfig:

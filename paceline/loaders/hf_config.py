@@ -19,6 +19,7 @@ from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeCon
 FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 REFUSED = (
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv",
@@ -41,6 +42,10 @@ BIASED = {
     "mlp_bias": ("llama", "smollm3", "granite"),
 }
 ALWAYS_BIASED, ONLY_INPUTS_BIASED = ("qwen2", "qwen2_moe"), ("qwen2", "glm4_moe")
+HYBRID = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 # What an absent key means; the released multimodal gemma 3 configs rely on it most.
 DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -52,9 +57,12 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "max_position_embeddings": 131_072, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "sliding_window": 4_096, "sliding_window_pattern": 6,
     },
-    "qwen3_5": {
-        "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "qwen3_5": {"num_key_value_heads": 4, **HYBRID},
+    "qwen3_5_moe": {
+        "num_key_value_heads": 2, "intermediate_size": 512, "shared_expert_intermediate_size": 512, **HYBRID,
+    },
+    "qwen3_next": {
+        "num_key_value_heads": 2, "shared_expert_intermediate_size": 512, "norm_topk_prob": True, **HYBRID,
     },
     "smollm3": {
         "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
@@ -83,7 +91,13 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-PARTLY_TURNED = ("phi3", "qwen3_5", "glm4_moe")  # families with rotary embedding of a part of each head
+PARTLY_TURNED = (
+    "phi3",
+    "glm4_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+)  # families with rotary embedding of a part of each head
 MULTIMODAL = ("mistral3",)  # what the text model is, its own section says
 
 
@@ -112,7 +126,7 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes |= _biases(family, keys)
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
-    if family == "qwen3_5":
+    if "linear_num_key_heads" in DEFAULTS[family]:
         sizes |= {"gated_attention": True, "recurrent": _recurrent(keys, min(layers, MAX_LAYERS + 1))}
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
     if any(local_layers):

@@ -7,6 +7,7 @@ has one for each of them, or a part of a stack, in which gate and up are joined.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from paceline.loaders.fields import place_rows
@@ -46,15 +47,27 @@ class Place(NamedTuple):
     num_rows: int  # of the weight, in each tensor or matrix
     first: int = 0  # the row where they begin
     is_stack: bool = False  # of matrices
+    runs: tuple[range, ...] = ()  # instead: the rows of the one tensor that are the weight's, in their order
 
     def parts(self, rows: slice) -> Iterator[Part]:
         """Where these rows of the weight lie."""
+        if self.runs:
+            yield from self._scattered(rows)
+            return
         each = self.num_rows
         start, stop, _ = rows.indices(each * (self.shape[0] if self.is_stack else len(self.tensors)))
         for i in range(start // each, -(-stop // each)):
             low, high = max(start - i * each, 0), min(stop - i * each, each)
             own = slice(self.first + low, self.first + high)
             yield Part(self.tensors[0 if self.is_stack else i], own, i if self.is_stack else None)
+
+    def _scattered(self, rows: slice) -> Iterator[Part]:
+        start, stop, _ = rows.indices(self.num_rows)
+        for run in self.runs:
+            own = run[max(start, 0) : max(stop, 0)]
+            if own:
+                yield Part(self.tensors[0], slice(own.start, own.stop), None)
+            start, stop = start - len(run), stop - len(run)
 
 
 def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str) -> dict[str, Place]:
@@ -71,6 +84,35 @@ def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str
     for name in (name for name in weights if ".mlp.experts." in name):
         layer, _, part = name.partition("mlp.experts.")
         places[name] = _of_experts(config, found, prefix + layer, part.partition("_")[0])
+    if config.family == "qwen3_next":
+        places |= _mixed(config, prefix)
+    return places
+
+
+def _mixed(config: ModelConfig, prefix: str) -> dict[str, Place]:
+    """Qwen3-Next's: each key head's rows of queries, keys, values and gates together, then the next one's;
+    likewise of rates and steps."""
+    sizes = config.recurrent
+    assert sizes is not None
+    each, places = sizes.value_heads // sizes.key_heads, dict[str, Place]()
+    of_values = each * sizes.value_dim
+    kinds = {
+        "in_proj_qkvz": ((sizes.key_dim, sizes.key_dim, of_values, of_values), (("qkv", 0, 3), ("z", 3, 4))),
+        "in_proj_ba": ((each, each), (("b", 0, 1), ("a", 1, 2))),
+    }
+    for i in (i for i, is_recurrent in enumerate(sizes.layers) if is_recurrent):
+        layer = f"layers.{i}.linear_attn."
+        for tensor, (counts, weights) in kinds.items():
+            ends = list(accumulate(counts, initial=0))
+            for name, first, last in weights:
+                runs = tuple(
+                    range(head * ends[-1] + ends[part], head * ends[-1] + ends[part + 1])
+                    for part in range(first, last)
+                    for head in range(sizes.key_heads)
+                )
+                shape = (sizes.key_heads * ends[-1], config.hidden_size)
+                place = Place([f"{prefix}{layer}{tensor}.weight"], shape, sum(map(len, runs)), runs=runs)
+                places[f"{layer}in_proj_{name}.weight"] = place
     return places
 
 

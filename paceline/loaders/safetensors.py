@@ -24,7 +24,8 @@ from paceline.models.config import ModelConfig
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
-OFFSET = ("gemma3", "qwen3_5")  # families whose norms are stored as w and multiply as 1 + w
+# families whose norms are stored as w and multiply as 1 + w
+OFFSET = ("gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 class SafetensorsCheckpoint:

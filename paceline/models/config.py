@@ -14,7 +14,7 @@ from typing import Literal
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5",
     "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
-    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "qwen3_5_moe", "qwen3_next",
 ]  # fmt: skip
 
 
