@@ -106,7 +106,7 @@ def _drafts(found: Found) -> list[str]:
     drafts = ["suffix and ngram: text looked up, always", "early_exit and quantized: the model itself"]
     for section in (found.values, found.values.section("text_config")):
         layers = [(key, section.get(key)) for key in MTP_KEYS]
-        drafts += [f"mtp: {key} = {count}, which is not read yet" for key, count in layers if count]
+        drafts += [f"mtp: {key} = {count}, read where its layer is dense" for key, count in layers if count]
     alike = [kind for kind in SHIPPED if found.config is not None and _is_alike(kind, found.config)]
     if found.checkpoint is None:
         return [*drafts, *(f"{kind}: a head ships, if it was trained on these weights" for kind in alike)]
