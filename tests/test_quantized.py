@@ -28,6 +28,7 @@ from paceline.loaders.quantized.formats import open_weights, plain_names, quanti
 from paceline.loaders.quantized.mxfp4 import mxfp4_rows
 from paceline.loaders.safetensors import SafetensorsCheckpoint
 from paceline.loaders.stored import StoredTensor, tensors_of
+from tests.make_models import EXPERT_FAMILIES, tiny_hf
 from tests.passes import Rows, batch_of, new_kv, shuffled_blocks
 from tests.quantized_models import BLOCKS, FORMATS, Pair, compressed, set_quantization, write_pair
 
@@ -325,3 +326,30 @@ def test_tensors_of_any_shape_and_type_raise_nothing_else(
     except ModelFileError as error:
         message = str(error)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("kind", ["fp8 blocks", "awq", "gptq order", "ct int4 zeros"])
+def test_experts_are_read_as_any_other_weight(family: str, kind: str, tmp_path: Path) -> None:
+    """Against the same model with the numbers that the packed ones stand for, whole and some rows."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
+    sizes |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    plain, rng = tiny_hf(tmp_path / "plain", family, **sizes), np.random.default_rng(0)
+    tensors = load_file(plain / "model.safetensors")
+    stored, weights = dict(tensors), dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        fits = tensor.ndim == 2 and tensor.shape[0] % 8 == 0 and tensor.shape[1] % 64 == 0
+        if fits and ".layers." in name and not name.endswith(("gate.weight", "layer.weight")):
+            parts, weights[name] = FORMATS[kind].encode(tuple(tensor.shape), rng)
+            del stored[name]
+            stored |= {name.removesuffix(".weight") + part: value for part, value in parts.items()}
+    folder = shutil.copytree(plain, tmp_path / "packed")
+    save_file(tensors | weights, plain / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    set_quantization(folder, FORMATS[kind].settings)
+    packed, expected = SafetensorsCheckpoint(folder, "packed"), SafetensorsCheckpoint(plain, "plain")
+    assert len(weights) > 4
+    for name, shape in packed.config.weight_names().items():
+        whole, rows = expected.tensor(name), slice(shape[0] // 3, max(shape[0] - 3, 1))
+        assert torch.equal(packed.tensor(name), whole)
+        assert torch.equal(packed.tensor(name, rows), whole[rows])
