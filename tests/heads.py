@@ -9,10 +9,12 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,10 +28,13 @@ from paceline.heads.config import (
     LayeredConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
+    MtpConfig,
     write_head_config,
 )
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.heads import target_hash
+from paceline.loaders.mtp import DIALECTS
+from paceline.loaders.stored import tensors_of
 from paceline.models.config import ModelConfig
 from paceline.models.layer import Linear, rms_norm
 from paceline.models.rope import rotary_tables, rotate
@@ -107,8 +112,6 @@ def trunk_of(config: MedusaConfig, tensors: Tensors) -> tuple[EagleConfig, Tenso
 
 
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -126,6 +129,22 @@ def random_head(kind: str, target: Any, seed: int = 0, draft_vocab: int | None =
     return str(
         write_head(Path(_folders.name) / name, write_head_config(config), random_tensors(config, seed))
     )
+
+
+def mtp(target: ModelConfig, **fields: Any) -> MtpConfig:
+    shared = eagle_1(target)
+    return MtpConfig(
+        **{field.name: getattr(shared, field.name) for field in dataclass_fields(shared)} | fields
+    )
+
+
+@functools.cache
+def with_mtp(target: Any) -> dict[str, Any]:
+    """How to draft with a module that this checkpoint's files hold from now on."""
+    tensors, file = random_tensors(mtp(target.config)), Path(_folders.name) / "mtp.safetensors"
+    save_file({DIALECTS["qwen"].stored(name): tensor for name, tensor in tensors.items()}, file)
+    type(target).stored = tensors_of([file])  # of every random checkpoint: the engines of tests have others
+    return {"method": "mtp"}
 
 
 @functools.cache

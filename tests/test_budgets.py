@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
     "api": 680, "core": 1_660, "engine": 1_705, "runtime": 800, "models": 1_160, "heads": 1_000, "drafters": 2_230,
-    "cpu": 6_400, "cuda": 3_340, "loaders": 4_560, "train": 1_725, "measure": 4_490, "server": 2_550, "cli": 2_100,
+    "cpu": 6_400, "cuda": 3_345, "loaders": 4_620, "train": 1_725, "measure": 4_490, "server": 2_550, "cli": 2_100,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 34_400, 9_220, 640
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 34_470, 9_220, 640
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,

@@ -33,7 +33,7 @@ from paceline.cuda.recorded_head import (
     sampler_values,
 )
 from paceline.cuda.weights import head_reader
-from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig, MtpConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Sampler
 from paceline.loaders.head_files import Head
 
@@ -63,7 +63,9 @@ class CudaChainHead(RecordedHead):
         super().__init__(head, decoder, num_blocks, prefixes)
         self.config = config
         self._fuse = reader.matrix("fc") if reader.has("fc") else None
-        self._hidden_norm = reader.norm_if_any("midlayer.hidden_norm")
+        is_mtp = isinstance(config, MtpConfig)
+        self._hidden_norm = reader.norm_if_any("hidden_norm" if is_mtp else "midlayer.hidden_norm")
+        self._embed_norm = reader.norm_if_any("embed_norm")
         self._norm = reader.norm_if_any("norm")
         self._output_layer = reader.matrix("lm_head")
         # EAGLE-1 reads what comes out of the target's last norm.
@@ -231,24 +233,27 @@ class CudaChainHead(RecordedHead):
 
     def _output(self, x: Tensor, normed: Tensor) -> Tensor:
         """What the next step reads."""
-        return normed if isinstance(self.config, EagleConfig) and self.config.norm_output else x
+        config = self.config
+        is_normed = isinstance(config, MtpConfig) or (isinstance(config, EagleConfig) and config.norm_output)
+        return normed if is_normed else x
 
     def _enter(self, tokens: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> the residual stream [T, hidden] and what the first layer reads of it."""
         config, eps, norm = self.config, self._eps, self._layers[0].attention_norm
         embedding = self.decoder.weights.embedding, self.decoder.config.embed_scale
+        if features is not None and isinstance(config, EagleConfig):
+            x, norms = self._empty(len(tokens), config.hidden_size), (norm, self._hidden_norm)
+            return x, join(tokens, embedding, features, norms, eps, x, config.norm_before_residual)
         if features is None:
             x = rows.embed(tokens, *embedding)
-            first = torch.empty_like(x)
-            rows.add_norm(x, None, None, norm, eps, first)
-            return x, first
-        if isinstance(config, Eagle1Config):
-            assert self._fuse is not None
-            x = self._fuse(join(tokens, embedding, features, (None, None), eps))
-            return x, x
-        assert isinstance(config, EagleConfig)
-        x, norms = self._empty(len(tokens), config.hidden_size), (norm, self._hidden_norm)
-        return x, join(tokens, embedding, features, norms, eps, x, config.norm_before_residual)
+        else:
+            assert self._fuse is not None, "EAGLE-1 and MTP fuse"
+            x = self._fuse(join(tokens, embedding, features, (self._embed_norm, self._hidden_norm), eps))
+            if not isinstance(config, MtpConfig):
+                return x, x
+        first = torch.empty_like(x)
+        rows.add_norm(x, None, None, norm, eps, first)
+        return x, first
 
     def _pass(
         self, batch: DeviceBatch, features: Tensor | None, slots: Tensor, how: Attending

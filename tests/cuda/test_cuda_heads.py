@@ -38,7 +38,7 @@ from paceline.models.decoder import Decoder
 from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
-from tests.heads import config_of, eagle_1, random_head, random_tensors
+from tests.heads import config_of, eagle_1, mtp, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
 
 pytestmark = pytest.mark.slow  # interpreted where there is no GPU
@@ -52,6 +52,7 @@ CHAINS: dict[str, Any] = {
     "eagle": config_of("eagle", CONFIG, draft_vocab=40),
     "eagle normed": config_of("eagle", CONFIG, norm_before_residual=True, norm_output=True),
     "eagle 1": eagle_1(CONFIG),
+    "mtp": mtp(CONFIG),
     "draft": config_of("draft", CONFIG, draft_vocab=40),
 }
 
@@ -91,7 +92,7 @@ def chain_heads(name: str, device: torch.device) -> list[Any]:
     """The head under test, and the oracle."""
     config, tensors = CHAINS[name], tensors_of(CHAINS[name])
     ours = CudaChainHead(head_of(config), target_on(device), num_blocks=64)
-    norm = NORM if name == "eagle 1" else None
+    norm = NORM if name in ("eagle 1", "mtp") else None
     return [ours, TorchChainHead(config, tensors, torch_target(), norm, CPU)]
 
 

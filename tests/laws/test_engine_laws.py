@@ -15,7 +15,7 @@ from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
 from paceline.drafters.registry import DRAFTERS
 from paceline.engine.engine import Engine
-from tests.heads import random_head, random_mlp
+from tests.heads import random_head, random_mlp, with_mtp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.harness import (
@@ -76,6 +76,8 @@ REGISTERED: dict[str, dict[str, Any]] = {
         "model": random_head("eagle", TARGET, norm_before_residual=True),
         "num_speculative_tokens": 2,
     },
+    "mtp": with_mtp(TARGET),
+    "mtp_tree": {**with_mtp(TARGET), "tree_width": 2, "num_speculative_tokens": 6},
     "mlp_speculator": {"method": "mlp_speculator", "model": random_mlp(TARGET)},
     "mlp_speculator_tree": {
         "method": "mlp_speculator",
