@@ -70,9 +70,11 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
     # nothing, its terms are not
     scale = max(float(expected.std(correction=0)), float(expected.abs().mean()), 0.5)
     error = (found - expected).abs() / scale
-    # among few logits a rounding that goes the other way is not averaged out
+    # among few logits a rounding that goes the other way is not averaged out, and may move a handful by much;
+    # the caches, which are compared as well, hold many numbers
     is_few = dtype != "float32" and expected.numel() < 64
-    return bool((is_few or error.mean() < TOLERANCE[dtype]) and error.max() < WORST * TOLERANCE[dtype])
+    worst = 0.5 if dtype != "float32" and expected.numel() < 8 else WORST * TOLERANCE[dtype]
+    return bool((is_few or error.mean() < TOLERANCE[dtype]) and error.max() < worst)
 
 
 def fill(model: Any, kv: Any, requests: list[Rows]) -> None:
