@@ -143,7 +143,7 @@ def with_mtp(target: Any) -> dict[str, Any]:
     """How to draft with a module that this checkpoint's files hold from now on."""
     tensors, file = random_tensors(mtp(target.config)), Path(_folders.name) / "mtp.safetensors"
     save_file({DIALECTS["qwen"].stored(name): tensor for name, tensor in tensors.items()}, file)
-    type(target).stored = tensors_of([file])  # of every random checkpoint: the engines of tests have others
+    target.stored = tensors_of([file])
     return {"method": "mtp"}
 
 

@@ -438,7 +438,7 @@ def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]
 
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if config["model_type"] == "granite":
+    if config["model_type"] in ("granite", "granitemoe"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -473,11 +473,6 @@ def _add_experts(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config["model_type"] == "granitemoe":
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
-        writer.add_attention_scale(config["attention_multiplier"])
     if config["model_type"] == "glm4_moe":
         writer.add_rope_dimension_count(config["head_dim"] // 2)
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])

@@ -19,6 +19,7 @@ from paceline.core.types import BLOCK_SIZE, Cached, Segment
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
+from paceline.train.lessons import check_teachable
 from tests.make_models import HYBRID_FAMILIES, tiny_hf, tiny_tokenizer
 from tests.odd_models import DTYPES
 from tests.passes import random_parents
@@ -240,6 +241,11 @@ def test_requests_that_lose_their_memory_say_the_same(dtype: str) -> None:
     llm = llm_of({"method": "suffix", "num_speculative_tokens": 4}, dtype, **small)
     assert answers(llm, temperature=0.0) == plain(0, dtype)
     assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_heads_are_not_trained_for_them() -> None:
+    with pytest.raises(ConfigError, match="recurrent layers cannot be trained"):
+        check_teachable(tiny(FAMILY)[0].config)
 
 
 def test_models_that_draft_are_refused() -> None:

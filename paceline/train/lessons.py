@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.heads import target_hash
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Transformer
 from paceline.models.layer import causal
 from paceline.train.recipes import Mix, Recipe
@@ -171,11 +172,17 @@ def prepare(
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
-    if checkpoint.config.attention_sinks:
-        raise ConfigError("heads of a model with attention sinks cannot be trained; use a draft model")
+    check_teachable(checkpoint.config)
     target = Target.load(checkpoint, dtype=dtype, device=str(device), context=recipe.max_length + ROUND)
     name, digest = checkpoint.name, texts.digest()
     return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank)
+
+
+def check_teachable(config: ModelConfig) -> None:
+    """The teacher reads whole sequences at once."""
+    what = "attention sinks" if config.attention_sinks else "recurrent layers" if config.recurrent else ""
+    if what:
+        raise ConfigError(f"heads of a model with {what} cannot be trained; leave speculative_config to auto")
 
 
 def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -67,6 +67,7 @@ class RandomCheckpoint:
         return (torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2))[rows]
 
 
+TARGET = RandomCheckpoint()
 DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))
 EXACT = os.environ.get("PACELINE_LAWS_EXACT", "1") == "1"  # of a GPU; without it trees are checked too
 BACKEND = CpuBackend(use_cache=False) if DEVICE.type == "cpu" else backend_for(DEVICE, exact=EXACT)
@@ -143,7 +144,7 @@ def engine_with(
             seed = int(source) if isinstance(source, str) else 0
             return source, None, executor(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
 
-        proposer = registry.create(kind, config, DrafterContext(target, RandomCheckpoint(), None, load))
+        proposer = registry.create(kind, config, DrafterContext(target, TARGET, None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
     config_of_engine = EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits)
     policy = None

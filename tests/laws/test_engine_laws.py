@@ -18,21 +18,8 @@ from paceline.engine.engine import Engine
 from tests.heads import random_head, random_mlp, with_mtp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
-from tests.laws.harness import (
-    DTYPE,
-    END,
-    EXACT,
-    VOCAB,
-    RandomCheckpoint,
-    engine_with,
-    model,
-    prompts,
-    request_of,
-    run,
-)
+from tests.laws.harness import DTYPE, END, EXACT, TARGET, VOCAB, engine_with, model, prompts, request_of, run
 from tests.laws.reference import constrained, reference_loop
-
-TARGET = RandomCheckpoint()
 
 # Every drafter of the registry runs here; a new one needs a line, and the test below says so.
 REGISTERED: dict[str, dict[str, Any]] = {
