@@ -40,8 +40,8 @@ DRAFTERS = {
     "hybrid": "paceline.drafters.hybrid:Hybrid",
 }
 
-# Learned for one target: shipped with us, or in a folder.
-HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
+# Learned for one target: shipped with us, in a folder, or (mtp) in the target's own files.
+HEADS = ("eagle", "eagle3", "mtp", "mlp_speculator", "draft", "medusa", "dflash")
 
 FOLDER = Path(__file__).parent.parent / "data" / "heads"
 # shipped heads, the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
