@@ -21,10 +21,11 @@ FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3")
 # four multipliers; biases everywhere.
 OTHER_FAMILIES = ("smollm3", "phi3", "phi3_long", "olmo2", "olmo3", "ministral3", "granite", "llama_biased")
 GGUF_FAMILIES = FAMILIES + OTHER_FAMILIES
-EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe")
+EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss")
 GGUF_ARCHITECTURES = {
     "gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PERMUTED = ("llama", "smollm3", "mistral3", "granite", "granitemoe")  # as llama.cpp's conversion has it
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -191,6 +192,23 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "num_hidden_layers": 3,
     },
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 32,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 15_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 
 
@@ -249,6 +267,7 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "qwen3_moe": (tf.Qwen3MoeConfig, tf.Qwen3MoeForCausalLM),
         "granitemoe": (tf.GraniteMoeConfig, tf.GraniteMoeForCausalLM),
         "glm4_moe": (tf.Glm4MoeConfig, tf.Glm4MoeForCausalLM),
+        "gpt_oss": (tf.GptOssConfig, tf.GptOssForCausalLM),
     }
     config, model = kinds[family]
     return model(config(**{**SIZES, **FAMILY_SIZES[family], **overrides}))
@@ -364,7 +383,16 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     found: dict[str, dict[int, np.ndarray]] = {}
     for name, values in weights.items():
         before, _, after = name.partition(".experts.")
-        if after:
+        if after.startswith(
+            ("gate_up_proj", "down_proj")
+        ):  # gpt-oss: matrices transposed, gate and up in turn
+            kind, rows = "bias" if after.endswith("bias") else "weight", np.swapaxes(values, 1, -1)
+            parts = (
+                {"down": rows} if after.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            )
+            for part, own in parts.items():
+                made[f"{before}.experts.{part}_proj.{kind}"] = np.ascontiguousarray(own)
+        elif after:
             number, _, part = after.partition(".")
             found.setdefault(f"{before}.experts.{part}", {})[int(number)] = values
         elif name.endswith("input_linear.weight"):
@@ -373,6 +401,7 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         elif name.endswith("shared_expert_gate.weight"):
             made[name] = values[0]
         else:
+            name = name + ".weight" if name.endswith("sinks") else name
             made[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
     return made | {name: np.stack([parts[i] for i in sorted(parts)]) for name, parts in found.items()}
 
@@ -428,7 +457,13 @@ def _add_config(writer: Any, config: dict[str, Any], arch: str) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if "num_experts_per_tok" in config:
         _add_experts(writer, config)
-    if config.get("sliding_window") and config["model_type"] in ("mistral", "gemma3_text", "phi3", "olmo3"):
+    if config.get("sliding_window") and config["model_type"] in (
+        "mistral",
+        "gemma3_text",
+        "phi3",
+        "olmo3",
+        "gpt_oss",
+    ):
         writer.add_sliding_window(config["sliding_window"])
 
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.cpu.decoder import CpuDecoder
-from paceline.loaders.fields import ALL
 from paceline.loaders.hf_config import read_config
-from paceline.models.config import NO_ROPE, ModelConfig, RopeConfig
+from paceline.models.config import NO_ROPE, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.rope import frequencies, query_scales, rotary_tables
 from tests.laws.harness import RandomCheckpoint
@@ -31,62 +29,6 @@ from tests.test_decoder import Loaded, whole
 # Beyond the original context of phi3_long, so that transformers takes the long factors from the first pass on.
 TOKENS = [(29 * i * i + 17 * i + 3) % 384 for i in range(36)]
 TREE, PARENTS = [7, 70, 170, 8, 80, 180, 9], [-1, 0, 0, 1, 1, 2, 5]
-GPT_OSS = {
-    "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 32, "sliding_window": 20,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 15_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "truncate": False, "original_max_position_embeddings": 64,
-    },
-}  # fmt: skip
-
-
-class Dense(nn.Module):
-    """A dense MLP in the place of gpt-oss's experts, of which its layers want scores, too."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)), None
-
-
-class Stated:
-    """A checkpoint of a model in memory."""
-
-    fingerprint, path = "none", Path()
-
-    def __init__(self, config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
-        self.config = config
-        self.weights = {n: state[n if n == "lm_head.weight" else f"model.{n}"] for n in config.weight_names()}
-
-    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
-        return self.weights[name][rows]
-
-
-def gpt_oss_attention(seed: int) -> tuple[Any, Any]:
-    """transformers' gpt-oss, whose attention is all its own, with a dense MLP; and its description."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    model = GptOssForCausalLM(GptOssConfig(**{**SIZES, **GPT_OSS}, attn_implementation="eager")).eval()
-    for layer in model.model.layers:
-        layer.mlp = Dense(SIZES["hidden_size"], SIZES["intermediate_size"])
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            scale = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.5
-            weight.copy_(
-                torch.randn(weight.shape, generator=generator) * scale + name.endswith("norm.weight")
-            )
-    rope = RopeConfig(15_000.0, "yarn", 32.0, original_context=64, truncate=False)
-    config = ModelConfig(
-        family="llama", vocab_size=384, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=32, max_context=512, rms_eps=1e-5, rope=rope, qkv_bias=True, out_bias=True,
-        attention_sinks=True, sliding_window=20, local_layers=(True, False),
-    )  # fmt: skip
-    return model, Stated(config, model.state_dict())
 
 
 @cache
@@ -94,8 +36,6 @@ def oracle(family: str, seed: int = 0) -> tuple[Any, Any]:
     """A random model of transformers, and the same as a checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    if family == "gpt_oss":
-        return gpt_oss_attention(seed)
     with TemporaryDirectory() as name:
         folder = tiny_hf(Path(name), family, seed=seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -138,7 +78,7 @@ def test_prompt_steps_tree_and_rollback_are_those_of_transformers(family: str, k
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_quantized_rounds_as_the_reference_does(family: str, dtype: str) -> None:
     """An activation on the border between two integers may fall on either side, and rows after it then differ
     a little: in the best of a few random models not before the 17th row, until which both agree as floats do.
@@ -175,7 +115,7 @@ def test_bits_with_every_extra_do_not_depend_on_company(dtype: str) -> None:
     assert (expected - reference).abs().mean() < limit * reference.std()
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss"])
 def test_greedy_text_is_that_of_generate(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -282,6 +222,16 @@ def test_released_configs() -> None:
     ministral = read_config("c", {"model_type": "mistral3", "text_config": text, "vision_config": {}})
     assert (ministral.head_dim, ministral.rope.query_beta, ministral.rope.attention_factor) == (128, 0.1, 1.0)
     assert read_config("c", {"model_type": "mistral3", "text_config": text | {"model_type": "mistral"}})
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }
+    experts = {"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True, "swiglu_limit": 7.0}
+    gpt = read_config("c", {"model_type": "gpt_oss", **sizes, **experts, "rope_scaling": scaling})
+    assert [gpt.is_local(i) for i in range(4)] == [True, False] * 2
+    assert (gpt.head_dim, gpt.rope.theta, gpt.rope.truncate, gpt.activation) == (64, 15e4, False, "clamped")
     granite = read_config("c", {"model_type": "granite", **sizes, "logits_scaling": 8.0})
     assert (granite.logits_scale, granite.scale) == (0.125, 1.0)
 

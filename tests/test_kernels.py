@@ -14,19 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE, SCALE_BYTES, Batch, Output
 from paceline.cpu.attend import FEW_ROWS
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import address
-from paceline.cpu.rows import gate, normalize
+from paceline.cpu.rows import ACTIVATIONS, gate, normalize
 from paceline.cpu.value_tiles import CHUNK
 from paceline.loaders.packed import pack_model
+from paceline.models import layer
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.layer import rms_norm
 from paceline.models.quantize import DOT_ROWS, bits_of
 from tests.laws.harness import RandomCheckpoint
 from tests.odd_models import DTYPES, ODD, config_of, odd_model
@@ -324,8 +323,8 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
 
 
 @numba.njit
-def gated(is_gelu, gates, ups, out):  # type: ignore[no-untyped-def]
-    gate(is_gelu, address(gates), address(ups), address(out), len(gates))
+def gated(kind, gates, ups, out):  # type: ignore[no-untyped-def]
+    gate(kind, address(gates), address(ups), address(out), len(gates))
 
 
 @numba.njit
@@ -338,11 +337,10 @@ def test_gate_over_the_whole_range() -> None:
         [-1e4, -88.0, -87.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1e4, 0.5, -0.5, 3.0, -3.0, 7.0, -7.0]
     )
     gates = torch.cat([ends, torch.linspace(-30, 30, 16 * 99)])
-    ups, out = torch.linspace(-2, 2, len(gates)), torch.empty_like(gates)
-    expected = {False: functional.silu(gates), True: functional.gelu(gates, approximate="tanh")}
-    for is_gelu, activation in expected.items():
-        gated(is_gelu, gates.numpy(), ups.numpy(), out.numpy())
-        torch.testing.assert_close(out, activation * ups, atol=1e-6, rtol=2e-6)
+    ups, out = torch.linspace(-20, 20, len(gates)), torch.empty_like(gates)
+    for activation, kind in ACTIVATIONS.items():
+        gated(kind, gates.numpy(), ups.numpy(), out.numpy())
+        torch.testing.assert_close(out, layer.gate(gates, ups, activation), atol=1e-5, rtol=2e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -354,4 +352,4 @@ def test_norm_agrees_with_torch(width: int, seed: int, size: float) -> None:
     x, weight = size * torch.randn(width, generator=generator), torch.randn(width, generator=generator)
     out = torch.empty_like(x)
     normalized(x.numpy(), weight.numpy(), out.numpy())
-    torch.testing.assert_close(out, rms_norm(x, weight, 1e-5), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(out, layer.rms_norm(x, weight, 1e-5), atol=1e-6, rtol=1e-5)

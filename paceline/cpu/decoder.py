@@ -24,6 +24,7 @@ from paceline.cpu.forward import FORWARD, Pass
 from paceline.cpu.layer import COLUMNS, LayerRow, Model, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled, Taps, Workspace
+from paceline.cpu.rows import ACTIVATIONS
 from paceline.cpu.sync import Team, num_threads
 from paceline.cpu.tables import expert_rows, matrix_of, room_of_experts, routing_of
 from paceline.cpu.tiles import PLACE, TAIL
@@ -182,7 +183,7 @@ class CpuDecoder:
             embedding, bits == 32, head, self._norm.data_ptr(), self._layers.buffer_info()[0],
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
             config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
-            float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
+            float(config.embed_scale), ACTIVATIONS[config.activation], config.vocab_size, self.bits < 32,
             *self._kv_widths(), config.rotary_width, config.qk_norm_over_heads,
             0 if self._query_scales is None else self._query_scales.data_ptr(), float(config.residual_scale),
             routing_of(config.experts),

@@ -122,7 +122,7 @@ def _gate(put, inputs_from, share, m, layer, w):  # type: ignore[no-untyped-def]
             source = w.wide + (start * usual.gate_up.n + row * n) * 4
             for first in range(begin * COLUMNS, end * COLUMNS, COLUMNS):
                 width, gates = min(COLUMNS, n // 2 - first), source + 2 * first * 4
-                gate(m.is_gelu, gates, gates + width * 4, gated, width)
+                gate(m.activation, gates, gates + width * 4, gated, width)
                 fill(gated, width, COLUMNS)
                 put(gated - first * 4, n // 2, first, first + COLUMNS, to, row, count)
 

@@ -23,6 +23,7 @@ from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Taps, address
+from paceline.cpu.rows import SILU
 from paceline.cpu.sync import num_threads
 from paceline.heads.config import (
     DflashConfig,
@@ -147,7 +148,7 @@ class Memory:
         model = model._replace(
             rotary=config.rotary_width, is_norm_over_heads=False, query_scales=0, residual_scale=1.0
         )
-        return model._replace(eps=float(config.rms_eps), is_gelu=False)
+        return model._replace(eps=float(config.rms_eps), activation=SILU)
 
 
 def draft_ids(tensors: Tensors) -> np.ndarray:

@@ -39,7 +39,7 @@ class Model(NamedTuple):
     eps: float
     scale: float
     embed_scale: float
-    is_gelu: bool
+    activation: int  # its number (rows.py)
     vocab: int  # outputs of the head but for what fills up its last tile
     is_rounded: bool  # queries, keys and values are integers with scales
     key_bytes: int  # of a head of a query or a cached key
@@ -223,7 +223,8 @@ def dense_ffn(product, put, size, share, rows, m, layer, w):  # type: ignore[no-
         ready, source = w.ready + row * w.widest * 4, w.wide + row * layer.gate_up.n * 4
         for first in range(begin * COLUMNS, end * COLUMNS, COLUMNS):
             size = min(COLUMNS, m.inner - first)
-            gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
+            gates = source + 2 * first * 4
+            gate(m.activation, gates, gates + size * 4, ready + first * 4, size)
             fill(ready, first + size, first + COLUMNS)
             put(ready, m.inner, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.down, w, w.narrow, rows)

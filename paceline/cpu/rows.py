@@ -14,26 +14,42 @@ from numba import carray, types
 from paceline.cpu.compile import piece, piece_named
 from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
 from paceline.cpu.matmul import BLOCK_8, GROUP_8, REBASE, stored_scale
+from paceline.models.config import Activation
+from paceline.models.layer import CLAMP, SLOPE
 from paceline.models.quantize import DOT_ROWS, GROUP
 
 ZERO, ONE = np.float32(0), np.float32(1)
 WIDTH = 4
+SILU, GELU, CLAMPED = range(3)
+ACTIVATIONS: dict[Activation, int] = {"silu": SILU, "gelu_tanh": GELU, "clamped": CLAMPED}
 
 
 @instruction(constants=1)
-def gate_lanes(emit: Emitter, is_gelu: int, gate: Any, up: Any, out: Any, count: Any) -> None:
+def gate_lanes(emit: Emitter, kind: int, gate: Any, up: Any, out: Any, count: Any) -> None:
     """out = act(gate) * up over `count` floats, a multiple of 16. act is z * sigmoid(s): s is z for silu, and
-    for gelu in its tanh form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3)."""
+    for gelu in its tanh form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3). Clamped: s is 1.702 z, and both have
+    limits."""
     builder = emit.builder
+
+    def within(value: Any, sign: str, limit: float) -> Any:
+        """The limit where the value is above (>) or below (<) it."""
+        bound = emit.constant(limit, LANES)
+        return builder.select(builder.fcmp_ordered(sign, value, bound), bound, value)
+
     with emit.loop(builder.sdiv(count, emit.const(LANES))) as turn:
         step = emit.times(turn, 4 * LANES)
-        z, inner = [emit.load(emit.offset(gate, step), floats(LANES))] * 2
-        if is_gelu:
+        z, ups = (emit.load(emit.offset(at, step), floats(LANES)) for at in (gate, up))
+        inner = z
+        if kind == CLAMPED:
+            z = within(z, ">", CLAMP)
+            ups = within(within(ups, ">", CLAMP), "<", -CLAMP)
+            ups = builder.fadd(ups, emit.constant(1.0, LANES))
+            inner = builder.fmul(z, emit.constant(SLOPE, LANES))
+        elif kind == GELU:
             cube = builder.fmul(builder.fmul(z, z), builder.fmul(z, emit.constant(0.044715, LANES)))
             inner = builder.fmul(emit.constant(1.5957691216057308, LANES), builder.fadd(z, cube))
         below = builder.fadd(emit.constant(1.0, LANES), emit.exponential(builder.fneg(inner)))
-        value = builder.fmul(builder.fdiv(z, below), emit.load(emit.offset(up, step), floats(LANES)))
-        emit.store(value, emit.offset(out, step))
+        emit.store(builder.fmul(builder.fdiv(z, below), ups), emit.offset(out, step))
 
 
 @instruction()
@@ -155,8 +171,11 @@ def embed_8(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
 
 
 @piece
-def gate(is_gelu, gate_at, up_at, out_at, width):  # type: ignore[no-untyped-def]
-    if is_gelu:
-        gate_lanes(1, gate_at, up_at, out_at, width)
+def gate(kind, gate_at, up_at, out_at, width):  # type: ignore[no-untyped-def]
+    """kind: the number of an activation."""
+    if kind == CLAMPED:
+        gate_lanes(CLAMPED, gate_at, up_at, out_at, width)
+    elif kind == GELU:
+        gate_lanes(GELU, gate_at, up_at, out_at, width)
     else:
-        gate_lanes(0, gate_at, up_at, out_at, width)
+        gate_lanes(SILU, gate_at, up_at, out_at, width)

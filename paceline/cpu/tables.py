@@ -39,7 +39,11 @@ def expert_rows(
         size = weight.numel() * weight.element_size() // experts.count
         first = matrix_of(tensors, layer + name, width, bits)
         first = first._replace(n=first.n // experts.count)
-        return [first._replace(weight=first.weight + e * size) for e in range(experts.count)]
+        step = 4 * first.n if experts.has_bias else 0  # else one bias of zeros is all experts'
+        return [
+            first._replace(weight=first.weight + e * size, bias=first.bias + e * step)
+            for e in range(experts.count)
+        ]
 
     both = zip(each("experts.gate_up", hidden), each("experts.down", experts.inner), strict=True)
     rows = [ExpertRow(*matrices) for matrices in both]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.cuda.multiply import add_parts, expand, multiply
 from paceline.cuda.pack import PackedWeight
-from paceline.cuda.rows import INTERPRETED, LAUNCH, Activation
+from paceline.cuda.rows import INTERPRETED, LAUNCH
+from paceline.models.config import Activation
 
 # With more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies.
 FUSED_ROWS = 256

@@ -11,8 +11,6 @@ LAUNCH waits before its first load of a computed number and its first store, so 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -34,8 +32,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _CAN_OVERLAP = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 OVERLAPS = tl.constexpr(_CAN_OVERLAP)
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}  # options of every launch
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @triton.jit

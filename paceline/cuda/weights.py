@@ -19,10 +19,9 @@ from paceline.cuda.attention import Attending, attend
 from paceline.cuda.batch import DeviceBatch
 from paceline.cuda.linear import Matrix
 from paceline.cuda.pack import pack
-from paceline.cuda.rows import Activation
 from paceline.loaders.head_files import Head
 from paceline.models.attention import LayerCache
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import Activation, ModelConfig, RopeConfig
 from paceline.models.rope import Angles, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -14,14 +14,15 @@ from paceline.models.config import ExpertsConfig, Family
 
 MAX_EXPERTS = 4_096
 EXPERT_FAMILIES: tuple[Family, ...] = (
-    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "qwen3_5_moe", "qwen3_next",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss",
+    "qwen3_5_moe", "qwen3_next",
 )  # fmt: skip
 SHARING = ("qwen2_moe", "qwen3_5_moe", "qwen3_next")  # with a shared expert behind a gate
-ALWAYS_NORMED = ("mixtral", "granitemoe", "qwen3_5_moe")  # whose shares sum up to one
+ALWAYS_NORMED = ("mixtral", "granitemoe", "gpt_oss", "qwen3_5_moe")  # whose shares sum up to one
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-WIDE = ("mixtral", "olmoe", "granitemoe")  # an expert is as wide as `intermediate_size` says
+WIDE = ("mixtral", "olmoe", "granitemoe", "gpt_oss")  # an expert is as wide as `intermediate_size` says
 UNNORMED = ("olmoe", "qwen2_moe")  # in GGUF files that do not say whether shares sum up to one
-SIGMOID = 2  # GGUF's number of that gating function; 1 is softmax
+SOFTMAX, SIGMOID, OF_CHOSEN = 1, 2, 3  # GGUF's numbers of gating functions; 3: softmax of the chosen
 
 
 def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -42,7 +43,7 @@ def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig |
         keys.count(count), keys.count("num_experts_per_tok"), inner,
         router="sigmoid" if family == "glm4_moe" else "softmax",
         normalizes=family in ALWAYS_NORMED or keys.flag("norm_topk_prob", False),
-        scale=keys.number("routed_scaling_factor", 1.0),
+        scale=keys.number("routed_scaling_factor", 1.0), has_bias=family == "gpt_oss",
         groups=keys.count("n_group", 1), top_groups=keys.count("topk_group", 1),
         shared_inner=shared, has_shared_gate=family in SHARING, dense_layers=dense_layers,
     )  # fmt: skip
@@ -64,13 +65,14 @@ def gguf_experts(
         tensor = tensors.get(f"blk.{sparse[0]}.{name}.weight")
         return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else default
 
-    gating = keys.count("expert_gating_func", SIGMOID if family == "glm4_moe" else 1)
-    if gating not in (1, SIGMOID):
+    gating = keys.count("expert_gating_func", SIGMOID if family == "glm4_moe" else SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID, OF_CHOSEN):
         raise keys.refuse("expert_gating_func", "is not supported; use a model with softmax or sigmoid")
     experts = ExpertsConfig(
         keys.count("expert_count"), keys.count("expert_used_count"), width("ffn_gate_exps", 0),
         router="sigmoid" if gating == SIGMOID else "softmax",
-        normalizes=keys.flag("expert_weights_norm", family not in UNNORMED),
+        normalizes=gating == OF_CHOSEN or keys.flag("expert_weights_norm", family not in UNNORMED),
+        has_bias=family == "gpt_oss",
         scale=keys.number("expert_weights_scale") if keys.get("expert_weights_scale") else 1.0,
         groups=_optional(keys, "expert_group_count") or 1,
         top_groups=_optional(keys, "expert_group_used_count") or 1,

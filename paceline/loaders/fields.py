@@ -144,6 +144,8 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
 
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
+    if family == "gpt_oss":
+        values |= {"activation": "clamped", "attention_sinks": True}
     if family in ("olmo2", "olmo3"):
         values |= {"post_norm": True}
     values = {"qk_norm": family in QK_NORMED} | values

@@ -33,6 +33,8 @@ KINDS, BLOCKS = gguf.GGMLQuantizationType, gguf.GGML_QUANT_SIZES  # BLOCKS: valu
 
 def _as_matrix(info: TensorInfo) -> TensorInfo:
     """Stacked experts lie one below the other; the gate of a shared one is stored as a vector."""
+    if info.name.endswith("_exps.bias"):
+        return info._replace(shape=(math.prod(info.shape),))
     if len(info.shape) > 2 or info.name.endswith("ffn_gate_inp_shexp.weight"):
         return info._replace(shape=(math.prod(info.shape[:-1]), info.shape[-1]))
     return info

@@ -39,13 +39,14 @@ FAMILIES: dict[str, Family] = {
     "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
     "smollm3": "smollm3", "phi3": "phi3", "olmo2": "olmo2", "granite": "granite", "mistral3": "ministral3",
     "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
-    "granitemoe": "granitemoe", "glm4moe": "glm4_moe",
+    "granitemoe": "granitemoe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss",
 }  # fmt: skip
 PATTERN = "attention.sliding_window_pattern"
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_length")
 # What only some families' graphs read, under the names of ModelConfig.
 SCALES = {"embedding_scale": "embed_scale", "residual_scale": "residual_scale", "logit_scale": "logits_scale"}
-PERIODS = {"gemma3": 6, "olmo3": 4, "smollm3": 4}  # of layers with windows, or without rotary embedding
+# of layers with windows, or without rotary embedding
+PERIODS = {"gemma3": 6, "olmo3": 4, "smollm3": 4, "gpt_oss": 2}
 # The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
 GEMMA3_27B_LAYERS = 62
 
@@ -182,7 +183,7 @@ def gguf_name(config: ModelConfig, name: str) -> str:
         return f"blk.{layer}.attn_sinks.weight"
     if kind == CORRECTION:
         return f"blk.{layer}.exp_probs_b.bias"
-    if config.family == "glm4_moe" and part == "post_attention_layernorm":
+    if config.family in ("glm4_moe", "gpt_oss") and part == "post_attention_layernorm":
         return f"blk.{layer}.post_attention_norm.{kind}"
     names = LAYER_NAMES | SANDWICH_NAMES if config.sandwich_norm or config.post_norm else LAYER_NAMES
     names = names | PHI_NAMES if config.family == "phi3" else names
@@ -225,6 +226,7 @@ def read_config(
     scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
     vocab_size = keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None)
     rope = _rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors, long_divisors)
+    rope = replace(rope, truncate=family != "gpt_oss")
     local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0 if is_gemma else rope.theta))
     slides: tuple[bool, ...] = ()  # a flag a layer, or each layer but the last of every period; 0 means all
     some_layers = range(min(layers, MAX_LAYERS + 1))

@@ -15,6 +15,7 @@ from paceline.core.errors import ModelFileError
 from paceline.loaders.expert_config import COUNTS, EXPERT_FAMILIES, hf_experts
 from paceline.loaders.fields import MAX_COUNT, MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeConfig
+from paceline.models.layer import CLAMP, SLOPE
 
 FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "gemma3_text": "gemma3",
@@ -38,6 +39,7 @@ BIASED = {
         "olmo3",
         "granite",
         "glm4_moe",
+        "gpt_oss",
     ),
     "mlp_bias": ("llama", "smollm3", "granite"),
 }
@@ -89,6 +91,10 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
     "glm4_moe": {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True,
         "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128,
+        "sliding_window_pattern": 2, "attention_bias": True, "rope_theta": 150_000.0,
     },
 }  # fmt: skip
 PARTLY_TURNED = (
@@ -153,6 +159,9 @@ def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dic
         original = parameters.count("original_max_position_embeddings")
         beta = parameters.number("llama_4_scaling_beta")
         return {"rope": replace(sizes["rope"], query_beta=beta, original_context=original)}
+    for key, known in (("swiglu_limit", CLAMP), ("swiglu_alpha", SLOPE)):
+        if family == "gpt_oss" and keys.number(key, known) != known:
+            raise keys.refuse(key, f"is not supported; use a model with {known}")
     if family in ("granite", "granitemoe"):
         scales = {"embed": "embedding", "attention": "attention", "residual": "residual"}
         found = {f"{ours}_scale": keys.number(f"{theirs}_multiplier", 1.0) for ours, theirs in scales.items()}
@@ -219,8 +228,8 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
         return ()
     if family in ("mistral", "ministral3", "phi3", "mixtral"):
         return (True,) * layers
-    asks = ("qwen2", "qwen3", "smollm3")
-    if family in EXPERT_FAMILIES or (family in asks and not keys.flag("use_sliding_window", False)):
+    asks, never = ("qwen2", "qwen3", "smollm3"), set(EXPERT_FAMILIES) - {"gpt_oss"}
+    if family in never or (family in asks and not keys.flag("use_sliding_window", False)):
         return ()
     types = keys.get("layer_types")
     if types is not None:
@@ -228,7 +237,7 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
         if not isinstance(types, list) or not all(kind in known for kind in types):
             raise keys.refuse("layer_types", f"holds other kinds than {known}, which are not supported")
         return tuple(kind == "sliding_attention" for kind in types)
-    if family in ("gemma3", "olmo3"):
+    if family in ("gemma3", "olmo3", "gpt_oss"):
         period = keys.count("sliding_window_pattern")
         return tuple((i + 1) % period != 0 for i in range(layers))
     if family == "smollm3":

@@ -78,7 +78,8 @@ class Linear(NamedTuple):
     name: str
     parts: list[str]  # tensors whose rows it stacks
     bits: int
-    num_experts: int = 1  # whose matrices follow each other, with one bias for all
+    num_experts: int = 1  # whose matrices follow each other
+    num_biases: int = 1  # one for all experts, of zeros, or one for each
 
 
 def _linears(config: ModelConfig, bits: int) -> Iterator[Linear]:
@@ -91,7 +92,8 @@ def _linears(config: ModelConfig, bits: int) -> Iterator[Linear]:
             continue
         gates = ["mlp.gate"] + ["mlp.shared_expert_gate"] * experts.has_shared_gate
         yield Linear(before + "router", [before + gate for gate in gates], 32)
-        yield from _ffn(before + "experts.", before + "mlp.experts.", bits, experts.count)
+        counts = experts.count, experts.count if experts.has_bias else 1
+        yield from _ffn(before + "experts.", before + "mlp.experts.", bits, *counts)
         if experts.shared_inner:
             yield from _ffn(before + "shared.", before + "mlp.shared_expert.", bits)
     yield Linear("embedding", ["embed_tokens"], head_bits(bits))
@@ -99,9 +101,10 @@ def _linears(config: ModelConfig, bits: int) -> Iterator[Linear]:
         yield Linear("head", ["lm_head"], head_bits(bits))
 
 
-def _ffn(to: str, parts: str, bits: int, num_experts: int = 1) -> Iterator[Linear]:
-    yield Linear(to + "gate_up", [parts + "gate_proj", parts + "up_proj"], bits, num_experts)
-    yield Linear(to + "down", [parts + "down_proj"], bits, num_experts)
+def _ffn(to: str, parts: str, bits: int, *counts: int) -> Iterator[Linear]:
+    """counts: of experts, and of biases."""
+    yield Linear(to + "gate_up", [parts + "gate_proj", parts + "up_proj"], bits, *counts)
+    yield Linear(to + "down", [parts + "down_proj"], bits, *counts)
 
 
 def gate_up_order(inner: int) -> list[int]:
@@ -130,12 +133,13 @@ def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[
         if name.endswith(VECTORS):
             yield name, [source.tensor(name).float().contiguous()]
     for linear in _linears(source.config, bits):
-        to, parts, its_bits, num_experts = linear
-        biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
+        to, parts, its_bits, num_experts, num_biases = linear
+        found = [source.tensor(f"{part}.bias").float() for part in parts if f"{part}.bias" in names]
         zeros = [torch.zeros(names[f"{part}.weight"][0] // num_experts) for part in parts]
-        bias = torch.cat(biases or zeros).float()
+        bias = torch.cat([each.view(num_biases, -1) for each in found or zeros], 1)
         if to.endswith("gate_up"):
-            bias = bias[gate_up_order(len(bias) // 2)]
+            bias = bias[:, gate_up_order(bias.shape[1] // 2)]
+        bias = bias.flatten()
         yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, linear, names))
         yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if its_bits == 32 else DOT_ROWS)))]
 
@@ -163,7 +167,7 @@ def expected(config: ModelConfig, bits: int) -> Kinds:
     """Name, type and shape of every tensor of a quantized model, in the order they are packed in."""
     shapes = config.weight_names()
     wanted: Kinds = {n: (torch.float32, tuple(shape)) for n, shape in shapes.items() if n.endswith(VECTORS)}
-    for to, parts, its_bits, num_experts in _linears(config, bits):
+    for to, parts, its_bits, num_experts, num_biases in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
         if its_bits == 32:  # a router
             size = padded(rows, FLOAT_ROWS)
@@ -171,7 +175,7 @@ def expected(config: ModelConfig, bits: int) -> Kinds:
         else:
             size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
             wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
-        wanted[f"{to}.bias"] = torch.float32, (size // num_experts,)
+        wanted[f"{to}.bias"] = torch.float32, (size // num_experts * num_biases,)
     return wanted
 
 

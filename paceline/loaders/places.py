@@ -15,7 +15,12 @@ from paceline.models.config import ModelConfig
 
 # other names of what `weight_names` calls so, behind the number of a layer
 OTHERS = {
-    "mlp.gate.weight": ("block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight"),
+    "mlp.gate.weight": (
+        "block_sparse_moe.gate.weight",
+        "block_sparse_moe.router.layer.weight",
+        "mlp.router.weight",
+    ),
+    "mlp.gate.bias": ("mlp.router.bias",),
     **{
         f"mlp.shared_expert.{part}_proj.weight": (f"mlp.shared_experts.{part}_proj.weight",)
         for part in ("gate", "up", "down")
@@ -39,6 +44,8 @@ class Part(NamedTuple):
     tensor: str
     rows: slice
     matrix: int | None
+    every: int = 1  # of those rows each so manieth, from the first on
+    is_transposed: bool = False  # the matrix has them as columns
 
 
 class Place(NamedTuple):
@@ -48,6 +55,8 @@ class Place(NamedTuple):
     first: int = 0  # the row where they begin
     is_stack: bool = False  # of matrices
     runs: tuple[range, ...] = ()  # instead: the rows of the one tensor that are the weight's, in their order
+    every: int = 1  # of a stack's rows, each so manieth from `first` on
+    is_transposed: bool = False  # a stack has them as columns
 
     def parts(self, rows: slice) -> Iterator[Part]:
         """Where these rows of the weight lie."""
@@ -58,8 +67,9 @@ class Place(NamedTuple):
         start, stop, _ = rows.indices(each * (self.shape[0] if self.is_stack else len(self.tensors)))
         for i in range(start // each, -(-stop // each)):
             low, high = max(start - i * each, 0), min(stop - i * each, each)
-            own = slice(self.first + low, self.first + high)
-            yield Part(self.tensors[0 if self.is_stack else i], own, i if self.is_stack else None)
+            own = slice(self.first + low * self.every, high * self.every + self.first * (self.every == 1))
+            tensor, matrix = self.tensors[0 if self.is_stack else i], i if self.is_stack else None
+            yield Part(tensor, own, matrix, self.every, self.is_transposed)
 
     def _scattered(self, rows: slice) -> Iterator[Part]:
         start, stop, _ = rows.indices(self.num_rows)
@@ -83,7 +93,8 @@ def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str
     places = {n: Place([names[n]], shapes[names[n]], shape[0], firsts[n]) for n, shape in weights.items()}
     for name in (name for name in weights if ".mlp.experts." in name):
         layer, _, part = name.partition("mlp.experts.")
-        places[name] = _of_experts(config, found, prefix + layer, part.partition("_")[0])
+        of = _of_gpt_oss if config.family == "gpt_oss" else _of_experts
+        places[name] = of(config, found, prefix + layer, part)
     if config.family == "qwen3_next":
         places |= _mixed(config, prefix)
     return places
@@ -125,8 +136,8 @@ def _joined(config: ModelConfig, name: str) -> str:
 
 
 def _of_experts(config: ModelConfig, found: Container[str], layer: str, part: str) -> Place:
-    """part: gate, up or down. Names end with the first that is not there."""
-    experts, hidden = config.experts, config.hidden_size
+    """part: of gate, up or down. Names end with the first that is not there."""
+    experts, hidden, part = config.experts, config.hidden_size, part.partition("_")[0]
     assert experts is not None
     rows, width = (hidden, experts.inner) if part == "down" else (experts.inner, hidden)
     stacks = [layer + name for name in (DOWN if part == "down" else JOINED) if layer + name in found]
@@ -139,3 +150,18 @@ def _of_experts(config: ModelConfig, found: Container[str], layer: str, part: st
     while len(names) < experts.count and (not names or names[-1] in found):
         names.append(pattern.format(len(names)))
     return Place(names, (rows, width), rows)
+
+
+def _of_gpt_oss(config: ModelConfig, found: Container[str], layer: str, part: str) -> Place:
+    """Stacks whose matrices are transposed, with gate and up in turn; in MXFP4 (quantized/mxfp4.py) the
+    weights have names of their own."""
+    if part.endswith("weight") and f"{layer}mlp.experts.0.{part}" in found:
+        return _of_experts(config, found, layer, part)
+    (kind, end), experts, hidden = part.split("_proj."), config.experts, config.hidden_size
+    assert experts is not None
+    rows, width = (hidden, experts.inner) if kind == "down" else (experts.inner, hidden)
+    every, first = (1, 0) if kind == "down" else (2, int(kind == "up"))
+    name = f"{layer}mlp.experts.{'down' if kind == 'down' else 'gate_up'}_proj"
+    if end == "bias":
+        return Place([f"{name}_bias"], (experts.count, every * rows), rows, first, True, (), every)
+    return Place([name], (experts.count, width, every * rows), rows, first, True, (), every, True)

@@ -71,7 +71,9 @@ class SafetensorsCheckpoint:
             return reader(part.rows)
         stored = self.stored[part.tensor]
         if part.matrix is not None:
-            return read_tensor(stored.file, part.tensor, slice(part.matrix, part.matrix + 1), part.rows)[0]
+            index = slice(part.matrix, part.matrix + 1), *([ALL] if part.is_transposed else []), part.rows
+            matrix = read_tensor(stored.file, part.tensor, *index)[0]
+            return (matrix.T if part.is_transposed else matrix)[:: part.every].contiguous()
         is_whole = part.rows == slice(0, stored.shape[0])
         return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows)
 

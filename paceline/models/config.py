@@ -14,8 +14,12 @@ from typing import Literal
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5",
     "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
-    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "qwen3_5_moe", "qwen3_next",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss",
+    "qwen3_5_moe", "qwen3_next",
 ]  # fmt: skip
+
+# what gates the MLP; clamped: gpt-oss's, silu of a larger slope and with limits, and one is added to `up`
+Activation = Literal["silu", "gelu_tanh", "clamped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class ExpertsConfig:
     scale: float = 1.0  # of all shares
     groups: int = 1  # sigmoid: experts are chosen from the best `top_groups` of so many groups
     top_groups: int = 1
+    has_bias: bool = False  # gpt-oss: of the router and of every expert
     shared_inner: int = 0  # width of an expert that every token wakes; 0: there is none
     has_shared_gate: bool = False  # its share is the sigmoid of a product with the token; else one
     dense_layers: tuple[int, ...] = ()  # which have a dense ffn instead
@@ -110,11 +115,12 @@ class ExpertsConfig:
 
     def weight_names(self, hidden: int) -> dict[str, tuple[int, ...]]:
         count, inner, shared = self.count, self.inner, self.shared_inner
-        names: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+        names = _linear("gate", count, hidden, self.has_bias)
         if self.router == "sigmoid":
             names["gate.e_score_correction_bias"] = (count,)
-        names |= {f"experts.{part}_proj.weight": (count * inner, hidden) for part in ("gate", "up")}
-        names["experts.down_proj.weight"] = (count * hidden, inner)
+        for part in ("gate", "up"):
+            names |= _linear(f"experts.{part}_proj", count * inner, hidden, self.has_bias)
+        names |= _linear("experts.down_proj", count * hidden, inner, self.has_bias)
         if shared:
             names |= {f"shared_expert.{part}_proj.weight": (shared, hidden) for part in ("gate", "up")}
             names["shared_expert.down_proj.weight"] = (hidden, shared)
@@ -145,7 +151,7 @@ class ModelConfig:
     qk_norm_over_heads: bool = False  # OLMo: one norm over all heads of a row, not one for each head
     sandwich_norm: bool = False  # gemma: a second norm after attention and after the MLP
     post_norm: bool = False  # OLMo 2: norms after attention and after the MLP alone
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     embed_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
     residual_scale: float = 1.0  # multiplies what attention and the ffn add to the residual stream

@@ -6,6 +6,8 @@ Routers multiply in float32 whatever the type of the weights, since a near tie c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,12 +23,14 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.count, hidden), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.has_bias else None
         if config.router == "sigmoid":
             self.e_score_correction_bias = nn.Parameter(torch.empty(config.count), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> the chosen experts [T, per_token], best first, and their shares."""
-        config, logits = self.config, functional.linear(x.float(), self.weight.float())
+        config, bias = self.config, None if self.bias is None else self.bias.float()
+        logits = functional.linear(x.float(), self.weight.float(), bias)
         if config.router == "sigmoid":
             scores = logits.sigmoid()
             choice = self._among_groups(scores + self.e_score_correction_bias.float())
@@ -58,9 +62,10 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden, self.inner, self.activation = sizes.hidden, config.inner, sizes.activation
         count, hidden, inner = config.count, sizes.hidden, config.inner
-        self.gate_proj = Linear.empty(hidden, count * inner, bits=sizes.bits)
-        self.up_proj = Linear.empty(hidden, count * inner, bits=sizes.bits)
-        self.down_proj = Linear.empty(inner, count * hidden, bits=sizes.bits)
+        own: dict[str, Any] = {"bits": sizes.bits, "has_bias": config.has_bias}
+        self.gate_proj = Linear.empty(hidden, count * inner, **own)
+        self.up_proj = Linear.empty(hidden, count * inner, **own)
+        self.down_proj = Linear.empty(inner, count * hidden, **own)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """What one expert makes of x [n, hidden]."""

@@ -21,6 +21,7 @@ from paceline.models.rope import Angles, rotate
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # the same of a stack of layers; the number of the layer comes first
 AttendIn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+CLAMP, SLOPE = 7.0, 1.702  # of a clamped activation
 
 
 class Sizes(NamedTuple):
@@ -57,6 +58,9 @@ def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
     """[..., inner] each."""
     if activation == "silu":
         return functional.silu(gates) * up
+    if activation == "clamped":
+        gates = gates.clamp(max=CLAMP)
+        return gates * (gates * SLOPE).sigmoid() * (up.clamp(-CLAMP, CLAMP) + 1)
     return functional.gelu(gates, approximate="tanh") * up
 
 
@@ -88,9 +92,9 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
     def part(self, x: Tensor, rows: slice) -> Tensor:
-        """The product with some rows of the weight alone, without a bias."""
+        """The product with some rows of the weight alone."""
         x = x if self.bits == 32 else round_activations(x, self.bits)
-        return functional.linear(x, self.weight[rows])
+        return functional.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
 
     def rows(self, ids: Tensor) -> Tensor:  # [n] -> [n, in]
         return functional.embedding(ids, self.weight)

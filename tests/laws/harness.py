@@ -1,4 +1,7 @@
-"""A tiny real decoder, engines over it, and the reference it is held to."""
+"""A tiny real decoder, engines over it, and the reference it is held to.
+
+The laws hold for every architecture: PACELINE_LAWS_MODEL names another of MODELS than the default.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.loaders.fields import ALL
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from paceline.runtime.backend import Decoder, backend_for, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 
 VOCAB = 48
 END = 7
-CONFIG = ModelConfig(
+LLAMA = ModelConfig(
     family="llama",
     vocab_size=VOCAB,
     hidden_size=64,
@@ -45,6 +48,24 @@ CONFIG = ModelConfig(
     rope=RopeConfig(),
     tie_embeddings=True,
 )
+MODELS = {
+    "llama": LLAMA,
+    "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, experts=ExpertsConfig(8, 2, 32)),
+    "gpt_oss": replace(
+        LLAMA, family="gpt_oss", qkv_bias=True, out_bias=True, attention_sinks=True, activation="clamped",
+        sliding_window=20, local_layers=(True, False, True),
+        rope=RopeConfig(15_000.0, "yarn", 32.0, original_context=64, truncate=False),
+        experts=ExpertsConfig(6, 3, 32, has_bias=True),
+    ),
+    "qwen3_5": replace(
+        LLAMA, family="qwen3_5", qk_norm=True, gated_attention=True, rotary_dim=8,
+        recurrent=RecurrentConfig((True, True, False), key_heads=2, value_heads=4, key_dim=16, value_dim=16),
+    ),
+}  # fmt: skip
+CONFIG = MODELS[os.environ.get("PACELINE_LAWS_MODEL", "llama")]
+# A draft model cannot have recurrent layers.
+DRAFT = CONFIG if CONFIG.recurrent is None else LLAMA
+NUM_STATES = 96 if CONFIG.recurrent else 0
 
 
 class RandomCheckpoint:
@@ -82,8 +103,17 @@ CONTEXTS = {4: 32}  # model 4 reads no further than this
 
 @functools.cache
 def decoder(seed: int = 0, dtype: str = DTYPE) -> Decoder:
-    checkpoint = RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed)
-    return BACKEND.load(checkpoint, dtype, CONTEXTS.get(seed))
+    return BACKEND.load(RandomCheckpoint(config_of(seed), seed), dtype, CONTEXTS.get(seed))
+
+
+def config_of(seed: int) -> ModelConfig:
+    return replace(DRAFT if seed else CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB))
+
+
+def can_draft(options: dict[str, Any]) -> bool:
+    """A part of the target, or the target itself, drafts for no target with recurrent layers."""
+    parts = ("early_exit", "quantized", "'model': '0'")
+    return CONFIG.recurrent is None or not any(part in repr(options) for part in parts)
 
 
 def executor(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = "target") -> LocalExecutor:
@@ -94,7 +124,8 @@ def executor(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str 
 @functools.cache
 def memory(num_blocks: int, seed: int, dtype: str, role: str) -> KvMemory:
     """On a GPU used again, since graphs are recorded for a cache."""
-    return KvMemory(CONFIG, num_blocks, DEVICE, BACKEND.kv_format(dtype, "auto"))
+    kept, states = BACKEND.kv_format(dtype, "auto"), 0 if seed else NUM_STATES
+    return KvMemory(config_of(seed), num_blocks, DEVICE, kept, states)
 
 
 @functools.cache
