@@ -141,7 +141,10 @@ def mtp(target: ModelConfig, **fields: Any) -> MtpConfig:
 @functools.cache
 def with_mtp(target: Any) -> dict[str, Any]:
     """How to draft with a module that this checkpoint's files hold from now on."""
-    tensors, file = random_tensors(mtp(target.config)), Path(_folders.name) / "mtp.safetensors"
+    config = target.config
+    own = {"qk_norm": config.qk_norm, "is_gated": config.gated_attention, "rotary_dim": config.rotary_dim}
+    tensors = random_tensors(mtp(config, **own, has_bias=config.qkv_bias))
+    file = Path(_folders.name) / "mtp.safetensors"
     save_file({DIALECTS["qwen"].stored(name): tensor for name, tensor in tensors.items()}, file)
     target.stored = tensors_of([file])
     return {"method": "mtp"}
