@@ -153,6 +153,13 @@ def test_quantized_and_gguf_models(folder: Path, tmp_path: Path) -> None:
     assert "truncated" in checked(tmp_path / "m.gguf", status=1)["problems"][0]
 
 
+def test_recurrent_states_need_memory(tmp_path: Path) -> None:
+    folder = tiny_tokenizer(tiny_hf(tmp_path, "qwen3_5"))
+    needs = checked(folder)["memory"]
+    # three versions of three layers: four heads' matrices, and three rows of a convolution, in float32
+    assert {need["states"] for need in needs} == {3 * 3 * 4 * (4 * 16 * 32 + 3 * 192) / 1e9}
+
+
 def test_layers_that_draft_are_named(copied: Path) -> None:
     edit(copied, num_nextn_predict_layers=1)
     assert any(draft.startswith("mtp: num_nextn_predict_layers = 1") for draft in checked(copied)["drafts"])

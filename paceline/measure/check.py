@@ -29,6 +29,7 @@ from paceline.models.quantize import BITS
 from paceline.runtime.backend import free_memory, resolve
 
 LEAST = 4 * BLOCK_SIZE  # tokens of a context that is of any use
+STATES = 3  # versions of recurrent states that one request needs: before a pass, after it, after a draft
 COLUMNS = {"weights": "{weights:,.2f} GB", "K/V a token": "{kv_token:,.1f} kB"}
 COLUMNS |= {"whole context": "{kv:,.2f} GB", "free here": "{free:,.2f} GB", "longest context": "{longest:,}"}
 
@@ -80,20 +81,22 @@ def _forms() -> list[tuple[str, str, KvFormat, torch.device | None]]:
 def _need(
     config: ModelConfig, device: str, dtype: str, kept: KvFormat, place: torch.device | None
 ) -> dict[str, Any]:
-    """Gigabytes of weights and K/V; `longest`: tokens of a context that then fits, 0 for none."""
+    """Gigabytes of weights, recurrent states and K/V; `longest`: tokens of a context that then fits, 0 for none."""
     weights = sum(map(math.prod, config.weight_names().values())) * (4 if dtype == "float32" else 2)
     if dtype in ("int8", "int4"):
         kinds = expected(config, BITS[dtype]).values()
         weights = sum(kind.itemsize * math.prod(shape) for kind, shape in kinds)
     each, free, longest = bytes_per_token(config, kept), None, None
+    states = STATES * config.recurrent.num_bytes if config.recurrent is not None else 0
     if place is not None:
         # on a GPU what is free is counted beside the weights already
         free = free_memory(place, config, dtype) + (weights if place.type == "cuda" else 0)
         most = min(config.max_context, LONGEST if dtype in ("int8", "int4") else config.max_context)
-        room = int((free - weights) // each)
+        room = int((free - weights - states) // each)
         longest = min(most, room) if room >= min(LEAST, most) else 0
     sizes: dict[str, Any] = {
         "weights": weights / 1e9,
+        "states": states / 1e9,
         "kv_token": each / 1e3,
         "kv": each * config.max_context / 1e9,
     }
