@@ -81,7 +81,7 @@ def _forms() -> list[tuple[str, str, KvFormat, torch.device | None]]:
 def _need(
     config: ModelConfig, device: str, dtype: str, kept: KvFormat, place: torch.device | None
 ) -> dict[str, Any]:
-    """Gigabytes of weights, recurrent states and K/V; `longest`: tokens of a context that then fits, 0 for none."""
+    """Gigabytes of weights, recurrent states and K/V; `longest`: tokens that then fit, 0 for none."""
     weights = sum(map(math.prod, config.weight_names().values())) * (4 if dtype == "float32" else 2)
     if dtype in ("int8", "int4"):
         kinds = expected(config, BITS[dtype]).values()
