@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline import LLM
+from tests.golden import families
 from tests.golden.streams import CPU, CUDA, PARAMS, PATH, streams_of
 
 GOLDEN: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
@@ -66,3 +67,17 @@ def test_streams_are_golden_on_a_gpu(dtype: str, drafter: str) -> None:
         for way in PARAMS:
             assert streams_of(llm, way, is_batched=True) == golden[dtype][way], f"{way}, in a batch"
         assert streams_of(llm, "greedy", is_batched=False) == golden[dtype]["greedy"], "greedy, alone"
+
+
+OTHERS: dict[str, Any] = json.loads(families.PATH.read_text(encoding="utf-8"))
+
+
+@on_this_machine
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "suffix", "mtp"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_other_architectures_are_golden(family: str, drafter: str) -> None:
+    if drafter == "mtp" and family != "qwen3_5":
+        pytest.skip("its files hold no such module")
+    options = {"method": "mtp", "num_speculative_tokens": 3} if drafter == "mtp" else DRAFTERS[drafter]
+    for dtype in families.DTYPES:
+        assert families.streams_of(family, dtype, options) == OTHERS[family][dtype], dtype
