@@ -53,7 +53,7 @@ class Demo:
       paceline demo --method early_exit --prompt "Tell me about tides." --max-tokens 64"""
 
     engine: Given = group([*LOADING, *options_of(Drafting)])
-    prompt: str | None = option(None, MAIN, "Your own text, or the number of a shipped prompt.")
+    prompt: str | None = option(None, MAIN, "Your own text, or a shipped prompt's number; else a letter.")
     max_tokens: int = option(128, MAIN, "Stop after this many tokens.")
     temperature: float = option(0.0, MAIN, "Above 0 both runs use the same seed.")
     slow: float = option(1.0, MAIN, "Replay the race this many times slower.")
@@ -76,7 +76,7 @@ def demo(asked: Demo) -> None:
     seed = None if asked.temperature == 0 else 7
     params = SamplingParams(temperature=asked.temperature, seed=seed, max_tokens=asked.max_tokens)
     method = config if isinstance(config, str) else config["method"]
-    screen = console.stdout(is_quiet=asked.json)
+    screen = console.stdout(asked.json)
     is_live = screen.is_interactive and screen.file.isatty() and not asked.json
     with paceline.LLM(engine) as llm:
         prompt = console.as_prompt(llm, text)
@@ -85,7 +85,7 @@ def demo(asked: Demo) -> None:
         if is_live:  # in words that stand still: what moves would take time from what is timed
             console.hint("timing both, one after the other")
         # Drafts first: a drafter that remembers answers must not have seen plain decoding give this one.
-        shown = console.stdout(is_quiet=is_live or asked.json)
+        shown = console.stdout(is_live or asked.json)
         drafted, steps = _run(shown, llm, prompt, method, params)
         plain, plain_steps = _run(shown, llm, prompt, "plain", replace(params, num_speculative_tokens=0))
     run = Race((Lane("plain", plain_steps), Lane(method, steps)), asked.slow)
