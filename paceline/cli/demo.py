@@ -98,7 +98,7 @@ def demo(asked: Demo) -> None:
     if asked.svg is not None:
         canvas = race.canvas()
         _show_prompt(canvas, text)
-        canvas.print(run.frame(canvas, run.seconds))
+        canvas.print(replace(run, slow=1.0).frame(canvas, run.seconds))  # which stands still
         _show_figures(canvas, found)
         canvas.save_svg(str(asked.svg), title="paceline demo")
     if asked.gif is not None and font is not None:
