@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -73,20 +73,20 @@ class Terminal:
 @pytest.fixture
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     hub.resolve("default", progress=False)
-    ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "-c",
-        "from paceline.cli.entry import main; raise SystemExit(main())",
-        *request.param,
-    ]
-    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+    yield from start(request.param, pty.openpty(), TERM="dumb", NO_COLOR="1")
+
+
+def start(arguments: Sequence[str], ends: tuple[int, int], **environment: str) -> Iterator[Terminal]:
+    """With these ends of a terminal, ours first; killed if it is still there at the end."""
+    ours, theirs = ends
+    code = "from paceline.cli.entry import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", code, *arguments]
     process = subprocess.Popen(
         command,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=environment,
+        env={**os.environ, **environment},
         start_new_session=True,
         preexec_fn=_own_terminal,
     )

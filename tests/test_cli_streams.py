@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from paceline import LLM
-from paceline.cli import console
+from paceline.cli import console, race
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_terminal_gets_no_commands_from_a_model() -> None:
 
 
 def test_a_recorded_console_still_records() -> None:
-    screen = console.stdout(is_recorded=True)
+    screen = race.canvas()
     console.write(screen, "unstyled words")
     assert "unstyled" in screen.export_svg()
 

@@ -345,8 +345,8 @@ def test_an_arrival_is_served_when_the_burst_is_over_and_few_blocks_are_shared(h
 def test_a_burst_is_no_longer_than_an_arrival_may_wait(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "BURST_SECONDS", 0.1)
 
-    def num_rounds(engine: Engine) -> int:
-        request = request_of(CHANGING, LONG)
+    def num_rounds(engine: Engine, is_streamed: bool = False) -> int:
+        request = request_of(CHANGING, LONG, is_streamed=is_streamed)
         engine.add(request)
         launched = bursts_of(engine)
         while not launched:
@@ -356,9 +356,11 @@ def test_a_burst_is_no_longer_than_an_arrival_may_wait(head: str, monkeypatch: p
         return launched[0].given.num_rounds
 
     engine = pinned(head, 2)
-    for seconds, count in ((0.006, 16), (0.03, 3), (0.2, 1)):
+    for seconds, count, streamed in ((0.006, 16, 6), (0.03, 3, 1), (0.2, 1, 1)):
         engine._round_seconds = Median(seconds)
         assert num_rounds(engine) == count
+        engine._round_seconds = Median(seconds)
+        assert num_rounds(engine, is_streamed=True) == streamed  # a reader waits 40 ms at most
     engine._round_seconds = Median(0.03)
     for _ in range(20):  # as if the device had measured these rounds
         engine._land(StepRecord([], [], [], seconds=0.019))

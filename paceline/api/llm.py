@@ -146,6 +146,7 @@ class LLM:
         return results
 
     def _stream(self, prompt: Encoded, request: Request) -> Iterator[Chunk]:
+        request.is_streamed = True
         (inbox,) = self._add([request])
         try:
             is_finished, num_seen = False, 0

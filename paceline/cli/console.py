@@ -39,9 +39,9 @@ def stdin() -> TextIO:
     return sys.stdin
 
 
-def stdout(is_recorded: bool = False, is_quiet: bool = False) -> Console:
-    """A recorded console can be saved as a picture; a quiet one shows nothing, for those who want JSON."""
-    return Console(highlight=False, record=is_recorded, quiet=is_quiet)
+def stdout(is_quiet: bool = False) -> Console:
+    """A quiet one shows nothing, for those who want JSON."""
+    return Console(highlight=False, quiet=is_quiet)
 
 
 def stderr() -> Console:

@@ -28,6 +28,7 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, longest
 
 BURST_SECONDS = 0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits
+STREAM_SECONDS = 0.04  # of such a burst where the text is streamed: it flows, and does not come in lumps
 MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
 MATCH_LENGTH = 8  # where a policy chooses: longer ones do not pay there
 STOP_ROUNDS = 2  # rounds of such a burst for a request with stop strings, which only the host looks for
@@ -248,7 +249,8 @@ class Engine:
         count = min(max(lefts), plan.plain_steps or backend.most_rounds, backend.most_rounds)
         if backend.is_weighing:  # such a burst is over before anything is heard of it
             count = min(count, (self.config.max_model_len - requests[0].cache.num_cached) // (length + 1))
-            count = min(count, max(int(BURST_SECONDS / self._round_seconds.value), 1))
+            most_seconds = STREAM_SECONDS if requests[0].is_streamed else BURST_SECONDS
+            count = min(count, max(int(most_seconds / self._round_seconds.value), 1))
             count = min(count, STOP_ROUNDS) if requests[0].params.stop else count
         rooms = [min(count * (length + 1), left + length) for left in lefts]
         if count < 1 or not self.scheduler.reserve_burst(scheduled, rooms):

@@ -169,6 +169,14 @@ def goals_of(text: str) -> Goals:
     return goals
 
 
+def spread(values: Sequence[float], percents: Sequence[float]) -> Figures | None:
+    """Mean and percentiles; None of nothing."""
+    if not values:
+        return None
+    marks = zip(percents, np.percentile(values, percents), strict=True)
+    return {"mean": round(fmean(values), 3)} | {f"p{p:g}": round(float(value), 3) for p, value in marks}
+
+
 def level_report(
     level: Level, records: Sequence[Record], num_asked: int, percents: Sequence[float], goals: Goals
 ) -> dict[str, Any]:
@@ -176,10 +184,7 @@ def level_report(
     latencies = [record.latencies() for record in answered]
     spreads = dict[str, Figures | None]()
     for name in (*GOALS, "itl"):
-        values = [value for each in latencies for value in each[name]]
-        marks = zip(percents, np.percentile(values, percents) if values else (), strict=False)
-        spread = {f"p{percent:g}": round(float(value), 3) for percent, value in marks}
-        spreads[f"{name}_ms"] = {"mean": round(fmean(values), 3), **spread} if values else None
+        spreads[f"{name}_ms"] = spread([value for each in latencies for value in each[name]], percents)
     failures = Counter(record.error for record in records if record.error is not None)
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began

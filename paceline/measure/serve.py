@@ -17,7 +17,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import json_object, require
@@ -48,7 +48,12 @@ QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
 FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
 CONTEXT = 4096  # tokens of a place of llama.cpp's
 
-Round = tuple[int, float, int]  # tokens, the seconds in which they were written, and requests that failed
+
+class Round(NamedTuple):
+    num_tokens: int
+    seconds: float  # in which they were written
+    num_failed: int
+    gaps: list[float]  # ms between pieces of a stream
 
 
 class Run:
@@ -152,13 +157,17 @@ def _numbers(option: str, text: str, most: float, example: str) -> list[float]:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     if "servers" in report:
-        names, rows = report["servers"], []
+        names, rows, gaps = report["servers"], [], []
         for level in report["levels"]:
+            spreads = [level["gap_ms"][name] or {} for name in names]
+            told = (" / ".join(cell(each.get(key), "{:.1f}") for key in ("p50", "p99")) for each in spreads)
+            gaps.append((str(level["clients"]), *told))
             speeds = [f"{level['tokens_per_s'][name]:,.1f}" for name in names]
             ratio = f"{level['ratio']:.2f} ({level['fastest_peer']})"
             rows.append((str(level["clients"]), *speeds, ratio, str(level["failed"])))
         columns = [*(name if name == OURS else f"llama.cpp {name}" for name in names), "ratio", "failed"]
-        return [Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)]
+        speed = Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)
+        return [speed, Table("ms between pieces of a stream, p50 / p99", ("clients",), columns[:-2], gaps)]
     levels = report["levels"]
     if not levels:
         return [Table("", (), (), (), ["nothing was measured"])]
@@ -238,12 +247,15 @@ class Turns:
         await asyncio.sleep(QUIET_S)
         seconds = max(record.end for record in records) - min(record.sent for record in records)
         num_failed = sum(record.error is not None for record in records)
-        return sum(record.num_tokens for record in records), seconds, num_failed
+        gaps = [gap for record in records for gap in record.latencies()["itl"]]
+        return Round(sum(record.num_tokens for record in records), seconds, num_failed, gaps)
 
 
 def _summary(clients: int, found: dict[str, list[Round]]) -> dict[str, Any]:
-    sums = {name: [sum(column) for column in zip(*rounds, strict=True)] for name, rounds in found.items()}
-    speeds = {name: tokens / seconds for name, (tokens, seconds, _) in sums.items()}
+    speeds, gaps = dict[str, float](), dict[str, list[float]]()
+    for name, rounds in found.items():
+        speeds[name] = sum(each.num_tokens for each in rounds) / sum(each.seconds for each in rounds)
+        gaps[name] = [gap for each in rounds for gap in each.gaps]
     fastest = max((name for name in speeds if name != OURS), key=lambda name: speeds[name])
     pairs = zip(found[OURS], found[fastest], strict=True)
     return {
@@ -252,5 +264,6 @@ def _summary(clients: int, found: dict[str, list[Round]]) -> dict[str, Any]:
         "fastest_peer": fastest,
         "ratio": round(speeds[OURS] / speeds[fastest], 3),
         "ratios_by_round": [round(a[0] / a[1] / (b[0] / b[1]), 3) for a, b in pairs],
-        "failed": sum(failed for _, _, failed in sums.values()),
+        "gap_ms": {name: load.spread(values, (50, 99)) for name, values in gaps.items()},
+        "failed": sum(each.num_failed for rounds in found.values() for each in rounds),
     }

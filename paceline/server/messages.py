@@ -78,6 +78,8 @@ class Preparer(NamedTuple):
             self.checker.check(options["structured_outputs"])
         requests = self.intake.requests(tokens, params, message.get("priority", 0))
         self.engine.check_fits(requests[0])
+        for request in requests:
+            request.is_streamed = message.get("is_streamed", False)
         return requests
 
 

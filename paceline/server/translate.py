@@ -123,6 +123,7 @@ class Translator(NamedTuple):
             raise ApiError(400, str(error), param=str(error).split(" ", 1)[0].split(".")[0]) from None
         self._check_limits(options, len(prompts) * params.n)
         common = {"params": options, "priority": body.priority or 0, "details": has_details}
+        common["is_streamed"] = bool(body.stream)
         return Job(
             parts=[{"prompt": prompt, **common, "echo": more.get("echo", False)} for prompt in prompts],
             num_choices=params.n,
