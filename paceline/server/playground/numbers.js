@@ -1,12 +1,13 @@
 // The figures of the answer being written: counted from its passes while it streams, the server's own at the end.
 import { byId, make } from "./dom.js";
 import { depthOf } from "./card.js";
+import { plot } from "./plot.js";
 
 const MOST_BARS = 12;
 
 export class Tally {
   constructor() {
-    Object.assign(this, { passes: 0, tokens: 0, drafted: 0, accepted: 0, draftedAt: [], acceptedAt: [], firstAt: null, firstTokens: 0, lastAt: null, final: null });
+    Object.assign(this, { steps: [], passes: 0, tokens: 0, drafted: 0, accepted: 0, draftedAt: [], acceptedAt: [], firstAt: null, firstTokens: 0, lastAt: null, final: null });
   }
 
   add(details, now = performance.now()) {
@@ -17,6 +18,7 @@ export class Tally {
   }
 
   _addStep(step) {
+    this.steps.push(step);
     this.passes += 1;
     this.drafted += step.draft.length;
     this.accepted += step.accepted;
@@ -56,6 +58,10 @@ export class Tally {
   get numTokens() {
     return this.final?.completion_tokens ?? this.tokens;
   }
+
+  get numPasses() {
+    return this.final?.speculative?.num_steps ?? this.passes;
+  }
 }
 
 export const shown = (value, digits, unit = "") => (value === null || value === undefined || !Number.isFinite(value) ? "–" : value.toFixed(digits) + unit);
@@ -66,6 +72,7 @@ export function show(tally, speedup = null) {
   byId("speed").textContent = shown(tally.speed, 1);
   byId("speedup").textContent = shown(speedup, 2, "×");
   showBars(tally.byPosition.slice(0, MOST_BARS));
+  plot(tally.steps);
 }
 
 function showBars(shares) {
