@@ -249,6 +249,8 @@ def test_the_tree_of_every_pass_tells_how_the_text_came_about(eager_page: Browse
     assert eager_page.text(".pass-head output") == f"3 of {total}"
     eager_page.all(".pass-head button")[0].click()
     assert eager_page.text(".pass-head output") == f"2 of {total}"
+    controls = [each for each in eager_page.all("button, input, summary, .tree-box") if each.is_displayed()]
+    assert all(each.accessible_name for each in controls)
     label = str(eager_page.one("#plot svg").get_attribute("aria-label"))
     assert f"{total} passes; on average {eager_page.text('#tau')} tokens a pass" in label
 
@@ -474,6 +476,7 @@ def test_a_server_that_is_gone_is_told_in_plain_words(chromium: Browser, wide_fo
     chromium.type("Hello?", ENTER)
     chromium.until(lambda: chromium.all(".error"), "an error")
     assert "The server cannot be reached" in chromium.text(".error")
+    assert not chromium.one(".passes").is_displayed()  # nothing was written
     chromium.until(lambda: "no server answers" in chromium.text("#server"), "the header to say so")
 
 

@@ -20,9 +20,9 @@ export class Passes {
     this.box = make("div", { class: "tree-box", tabindex: "0", role: "group", "aria-label": "Tree of the pass; scrolls where it is wide" });
     const [back, on] = [["‹", "Previous pass", -1], ["›", "Next pass", 1]].map(([text, label, by]) => this._button(text, label, by));
     this.head = make("div", { class: "pass-head" }, make("label", { for: id }, "Pass"), back, this.slider, on, this.count);
-    const summary = make("summary", {}, "Pass by pass: what was drafted, kept and dropped");
+    const summary = make("summary", {}, "Pass by pass", make("span", { class: "only-wide" }, ": what was drafted, kept and dropped"));
     const key = make("ul", { class: "tree-key", "aria-label": "Key" }, ...KEY.map(([fate, text]) => make("li", { class: fate }, text)));
-    this.element = make("details", { class: "passes", open: store.get("passes-open", true) }, summary, this.head, this.words, this.box, key);
+    this.element = make("details", { class: "passes", open: store.get("passes-open", true), hidden: true }, summary, this.head, this.words, this.box, key);
     summary.addEventListener("click", () => store.set("passes-open", !this.element.open)); // before it turns
     this.element.addEventListener("toggle", () => this._draw());
     this.slider.addEventListener("input", () => this.choose(Number(this.slider.value)));
@@ -40,6 +40,7 @@ export class Passes {
   grow() {
     const total = this.answer.steps.size;
     if (!total) return;
+    this.element.hidden = false;
     this.slider.max = total;
     for (const control of this.head.querySelectorAll("input, button")) control.disabled = false;
     if (this._isFollowing) this._show(total);
