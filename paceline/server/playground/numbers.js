@@ -4,6 +4,7 @@ import { depthOf } from "./card.js";
 import { plot } from "./plot.js";
 
 const MOST_BARS = 12;
+const SHORTEST_S = 0.1; // what took less has no speed worth telling: it came in one piece
 
 export class Tally {
   constructor() {
@@ -50,9 +51,9 @@ export class Tally {
   /** Tokens a second while decoding, after those of the first pass. */
   get speed() {
     const said = this.final?.timings?.tokens_per_second;
-    if (said) return said;
+    if (said) return this.numTokens / said > SHORTEST_S ? said : null;
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    return this.firstAt !== null && seconds > 0.05 ? (this.tokens - this.firstTokens) / seconds : null;
+    return this.firstAt !== null && seconds > SHORTEST_S ? (this.tokens - this.firstTokens) / seconds : null;
   }
 
   get numTokens() {

@@ -21,7 +21,8 @@ export class Passes {
     const [back, on] = [["‹", "Previous pass", -1], ["›", "Next pass", 1]].map(([text, label, by]) => this._button(text, label, by));
     this.head = make("div", { class: "pass-head" }, make("label", { for: id }, "Pass"), back, this.slider, on, this.count);
     const summary = make("summary", {}, "Pass by pass", make("span", { class: "only-wide" }, ": what was drafted, kept and dropped"));
-    const key = make("ul", { class: "tree-key", "aria-label": "Key" }, ...KEY.map(([fate, text]) => make("li", { class: fate }, text)));
+    const key = make("ul", { class: "tree-key", "aria-label": "Key" }, ...KEY.map(([fate, text]) => make("li", { class: fate }, text)),
+      make("li", {}, "p: the model's probability"), make("li", {}, "%: the drafter's guess that all up to here is right"));
     this.element = make("details", { class: "passes", open: store.get("passes-open", true), hidden: true }, summary, this.head, this.words, this.box, key);
     summary.addEventListener("click", () => store.set("passes-open", !this.element.open)); // before it turns
     this.element.addEventListener("toggle", () => this._draw());

@@ -6,7 +6,10 @@ import { TARGET, classOf } from "./sources.js";
 const MOST_PASSES = 72; // the last ones; more would be hairs
 const EDGE = { left: 18, right: 6, top: 6, bottom: 6 };
 
+let latest = [];
+
 export function startPlot(onPass) {
+  new ResizeObserver(() => plot(latest)).observe(byId("plot"));
   byId("plot").addEventListener("click", (event) => {
     const bar = event.target.closest("[data-pass]");
     if (bar) onPass(Number(bar.dataset.pass));
@@ -15,6 +18,7 @@ export function startPlot(onPass) {
 
 /** steps: all of the answer. */
 export function plot(steps) {
+  latest = steps;
   const place = byId("plot");
   byId("no-plot").hidden = steps.length > 0;
   byId("plot-key").hidden = steps.length === 0;

@@ -6,7 +6,7 @@ import { TARGET, classOf } from "./sources.js";
 
 const CHARACTER = 7.9; // pixels of one, in the drawing's font
 const HEIGHT = 46;
-const GAP = { along: 30, across: 12 };
+const GAP = { along: 22, across: 12 };
 const MOST_CHARACTERS = 14;
 const MARKS = { accepted: "✓", rejected: "✗", "not reached": "·", own: "◆", before: "" };
 
@@ -16,7 +16,7 @@ export function treeOf(step, own, before, isDown) {
   for (const each of step.draft) nodes.set(each.node, { ...each, note: noteOf(each) });
   if (own) {
     const last = step.draft.filter((each) => each.fate === "accepted").at(-1);
-    nodes.set(TARGET, { ...own, node: TARGET, parent: last?.node ?? 0, fate: "own", note: own.p === null ? "the model" : `p ${probability(own.p)}` });
+    nodes.set(TARGET, { ...own, node: TARGET, parent: last?.node ?? 0, fate: "own", note: noteOf({ ...own, fate: "own" }) });
   }
   const size = place(nodes, isDown);
   const all = [...nodes.values()];
@@ -45,7 +45,7 @@ function place(nodes, isDown) {
 
   function visit(node, depth, line) {
     Object.assign(node, { depth, line, label: labelOf(node.text) });
-    node.width = Math.max(64, Math.ceil(Math.max(node.label.length * CHARACTER, node.note.length * 6.4 + 16)) + 20);
+    node.width = Math.max(58, Math.ceil(Math.max(node.label.length * CHARACTER, node.note.length * 6.2 + 16)) + 20);
     const order = children.get(node.node).sort((a, b) => rank(a) - rank(b));
     order.forEach((child, i) => visit(child, depth + 1, i === 0 ? line : ++lines.next));
   }
@@ -59,7 +59,7 @@ function nodeOf(node) {
     draw("title", {}, describe(node)),
     draw("rect", { width: node.width, height: HEIGHT - 2, rx: 8 }),
     draw("text", { class: "label", x: 10, y: 18 }, node.label),
-    draw("text", { class: "note", x: 10, y: 35 }, draw("tspan", { class: "mark" }, MARKS[node.fate]), ` ${node.note}`.replace(/^ /, MARKS[node.fate] ? " " : "")));
+    draw("text", { class: "note", x: 10, y: 35 }, MARKS[node.fate] && draw("tspan", { class: "mark" }, `${MARKS[node.fate]} `), node.note));
 }
 
 function edgeOf(from, to, isDown) {
@@ -72,10 +72,12 @@ function edgeOf(from, to, isDown) {
 }
 
 function noteOf(node) {
-  if (node.p !== null && node.p !== undefined) return `p ${probability(node.p)}`;
-  if (node.fate === "not reached") return "not reached";
-  return node.chance === null || node.chance === undefined ? node.source : `guess ${Math.round(100 * node.chance)} %`;
+  if (isGiven(node.p)) return `p ${probability(node.p)}`;
+  return isGiven(node.chance) ? percent(node.chance) : node.fate === "own" ? "the model" : node.source;
 }
+
+const isGiven = (value) => value !== null && value !== undefined;
+const percent = (share) => `${Math.round(100 * share)} %`;
 
 export function probability(value) {
   if (value === null || value === undefined) return "–";
@@ -90,8 +92,9 @@ function labelOf(text) {
 const FATES = { accepted: "kept", rejected: "dropped", "not reached": "not reached", own: "written by the model", before: "before this pass" };
 
 function describe(node) {
-  const by = node.source && node.source !== TARGET ? `, by ${node.source}` : "";
-  return `“${node.text}” ${FATES[node.fate]}${by}${node.note && node.fate !== "before" && !/reached|model/.test(node.note) ? `, ${node.note}` : ""}`;
+  const by = node.source && node.source !== TARGET ? `by ${node.source}` : null;
+  const odds = isGiven(node.p) ? `p ${probability(node.p)}` : isGiven(node.chance) ? `guessed with ${percent(node.chance)}` : null;
+  return [`“${node.text}” ${FATES[node.fate]}`, by, odds].filter(Boolean).join(", ");
 }
 
 function inWords(nodes) {
