@@ -24,6 +24,8 @@ class Emission(NamedTuple):
     num_accepted: int  # of them, from the first on, that were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
+    draft: Draft | None = None  # that was checked
+    path: tuple[int, ...] = (0,)  # of its nodes: the root and those accepted
 
 
 @dataclass(slots=True)
@@ -82,7 +84,8 @@ class Commits:
         else:
             self.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
         sources = tuple(map(draft.source_of, accepted)) if accepted else ()
-        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
+        said, path = (verdict.tokens[:emitted], len(accepted), sources), (0, *accepted)
+        return Emission(request, *said, verdict.logprobs[:emitted], draft, path)
 
     def _can_end(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether one of these tokens may be the last but for a stop string."""

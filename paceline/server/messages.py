@@ -23,10 +23,9 @@ from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.server.grammar_check import GrammarChecker
+from paceline.server.steps import details_json
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-TARGET = "target"  # the source of a token that no drafter proposed
-SHOWN = ("parent", "text", "source", "p", "q", "fate")  # what is shown of a drafted token
 
 
 class TooLong(RequestError):
@@ -113,7 +112,8 @@ class Choice:
     request: Request
     stats: SpecStats
     tokenizer: Tokenizer
-    recorder: Recorder | None = None  # where the details of each step are wanted
+    has_details: bool = False  # of each step
+    recorder: Recorder | None = None  # where p and q are wanted, too
     num_steps: int = 0  # with details
     added_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # of the step in which it first ran
@@ -131,9 +131,13 @@ class Choice:
             said["lp"] = [self._token_json(each.token, each.logprob) for each in emission.logprobs]
             for written, each in zip(said["lp"], emission.logprobs, strict=True):
                 written["top_logprobs"] = [self._token_json(*top) for top in each.top]
-        if self.recorder is not None:
+        if self.has_details:
             self.num_steps += 1
-            said["d"] = details_json(self.recorder, emission, self.num_steps)
+            watched = None
+            if self.recorder is not None and self.recorder.steps:
+                watched = self.recorder.steps[-1]
+                self.recorder.steps.clear()
+            said["d"] = details_json(emission, self.num_steps, self.tokenizer.token_text, watched)
         self.first_at = first_at = self.first_at or time.monotonic()
         if request.error is not None:
             return said | {"error": error_json(request.error)}
@@ -154,24 +158,6 @@ class Choice:
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
-
-
-def details_json(recorder: Recorder, emission: Emission, number: int) -> dict[str, Any]:
-    """The tokens of a step just committed, and the step itself, the number-th of its request. Takes the step
-    out of the recorder."""
-    if not recorder.steps:  # it failed before it was judged
-        return {"tokens": [], "steps": []}
-    step, num_accepted, tokens = recorder.steps[-1], emission.num_accepted, []
-    recorder.steps.clear()
-    for index, token in enumerate(emission.tokens):
-        node = step.nodes[step.path[index + 1] - 1] if index < num_accepted else None
-        judged = node or step.own
-        shown = {"id": token, "text": recorder.text(token), "p": judged.p if judged else None}
-        shown |= {"source": emission.sources[index], "q": node.q} if node else {"source": TARGET, "q": None}
-        tokens.append({**shown, "step": number, "accepted": num_accepted})
-    counts, nodes = {"accepted": num_accepted, "emitted": len(tokens)}, step.nodes
-    draft = [{"node": n.index, "id": n.token, **{name: getattr(n, name) for name in SHOWN}} for n in nodes]
-    return {"tokens": tokens, "steps": [{"step": number, "rule": step.rule, **counts, "draft": draft}]}
 
 
 def error_json(error: PacelineError) -> dict[str, str]:

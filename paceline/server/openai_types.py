@@ -58,7 +58,7 @@ class StreamOptions(Body):
 class Speculative(Body):
     method: str | None = None
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=128)
-    details: bool = False
+    details: bool | Literal["drafts"] = False  # drafts: at full speed, without p and q
 
 
 class JsonSchema(BaseModel):

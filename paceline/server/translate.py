@@ -116,13 +116,13 @@ class Translator(NamedTuple):
             raise ApiError(400, f"{names} exclude each other; use one of them", param=min(structured))
         if structured:
             (options["structured_outputs"],) = structured.values()
-        has_details = self._speculation(body.speculative, options)
+        details = self._speculation(body.speculative, options)
         try:
             params = SamplingParams(**options)
         except ConfigError as error:
             raise ApiError(400, str(error), param=str(error).split(" ", 1)[0].split(".")[0]) from None
         self._check_limits(options, len(prompts) * params.n)
-        common = {"params": options, "priority": body.priority or 0, "details": has_details}
+        common = {"params": options, "priority": body.priority or 0, "details": details}
         common["is_streamed"] = bool(body.stream)
         return Job(
             parts=[{"prompt": prompt, **common, "echo": more.get("echo", False)} for prompt in prompts],
@@ -130,7 +130,7 @@ class Translator(NamedTuple):
             is_stream=bool(body.stream),
             has_usage=bool(body.stream_options and body.stream_options.include_usage),
             has_logprobs=params.logprobs is not None,
-            has_details=has_details,
+            has_details=bool(details),
             **more,
         )
 
@@ -145,7 +145,7 @@ class Translator(NamedTuple):
         what = f"times prompts makes {num_choices} answers, more than {config.max_choices}; ask for fewer"
         _refuse_if(num_choices > config.max_choices, "n", what)
 
-    def _speculation(self, asked: bool | str | types.Speculative | None, options: Fields) -> bool:
+    def _speculation(self, asked: bool | str | types.Speculative | None, options: Fields) -> bool | str:
         """Put into the options what was asked for; whether the details of each step are wanted."""
         if asked is None or asked is True:
             return False

@@ -150,7 +150,8 @@ class Worker:
         for index, request in enumerate(requests):
             self.isolation.add(request)
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
-            if message.get("details"):
+            choice.has_details = bool(message.get("details"))
+            if message.get("details") is True:
                 choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
             self._choices[request.id] = choice
         self._is_stale = True

@@ -66,7 +66,7 @@ class Browser:
 
     def set(self, name: str, value: object) -> None:
         """A field or slider, with the event that a person's hand would cause."""
-        events = "for (const name of ['input', 'change']) e.dispatchEvent(new Event(name))"
+        events = "for (const name of ['input', 'change']) e.dispatchEvent(new Event(name, {bubbles: true}))"
         self.script(
             f"const e = document.getElementById(arguments[0]); e.value = arguments[1]; {events}",
             name,
@@ -77,8 +77,8 @@ class Browser:
         features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def resize(self, width: int, height: int) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+    def resize(self, width: int, height: int, scale: float = 1) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def type(self, text: str, *keys: str) -> None:

@@ -366,8 +366,9 @@ def test_speculation_is_off_capped_or_chosen(client: openai.OpenAI) -> None:
         ask("eagle3")
 
 
-def test_details_of_each_step(client: openai.OpenAI) -> None:
-    options: Any = {"extra_body": {"speculative": {"details": True}, "ignore_eos": True}, "max_tokens": 24}
+@pytest.mark.parametrize("level", [True, "drafts"])
+def test_details_of_each_step(client: openai.OpenAI, level: bool | str) -> None:
+    options: Any = {"extra_body": {"speculative": {"details": level}, "ignore_eos": True}, "max_tokens": 24}
     whole = chat(client, **options)
     details = whole.choices[0].speculative
     streamed = [
@@ -382,7 +383,12 @@ def test_details_of_each_step(client: openai.OpenAI) -> None:
     assert sum(t["source"] != "target" for t in details["tokens"]) == stats["num_accepted"]
     assert len(details["steps"]) == stats["num_steps"]
     assert [s["step"] for s in details["steps"]] == list(range(1, len(details["steps"]) + 1))
-    assert sum(len(s["draft"]) for s in details["steps"]) == stats["num_drafted"]
+    nodes = [node for s in details["steps"] for node in s["draft"]]
+    assert len(nodes) == stats["num_drafted"]
+    assert sum(node["fate"] == "accepted" for node in nodes) == stats["num_accepted"]
+    if level == "drafts":
+        assert all(each["p"] is None and each["q"] is None for each in (*details["tokens"], *nodes))
+        return
     assert all(t["p"] is None or 0 <= t["p"] <= 1.000001 for t in details["tokens"])
     with_p = chat(client, logprobs=True, **options)
     for token, entry in zip(details["tokens"], with_p.choices[0].logprobs.content, strict=True):

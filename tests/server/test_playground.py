@@ -4,6 +4,7 @@ phone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -22,9 +23,16 @@ FOLDER = Path(paceline.server.__file__).parent / "playground"
 QUESTION = "Write a Python function that checks if a number is prime, then explain it line by line."
 browsing = pytest.mark.skipif(not IS_THERE, reason=WHY_NOT)
 ENTER, CONTROL, ESCAPE, RIGHT, DOWN, TAB = "\ue007", "\ue009", "\ue00c", "\ue014", "\ue015", "\ue004"
+HOME = "\ue011"
 RECORD = """window.lengths = []; new MutationObserver(() => {
   const text = document.querySelector('.turn.model .text'); if (text) window.lengths.push(text.textContent.length);
 }).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
+COUNT = """window.counts = []; new MutationObserver(() => {
+  const shown = [...document.querySelectorAll('.lane dl div:first-child dd')].map(e => Number(e.textContent) || 0);
+  if (shown.length) window.counts.push(shown);
+}).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
+# Texts whose contrast with what lies under them is less than 4.5, by WCAG's formula.
+FAINT = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,7 @@ def watched(chromium: Browser, server: Server) -> Iterator[Browser]:
     chromium.complaints()
     yield chromium
     assert chromium.complaints() == []
+    chromium.script("localStorage.clear()")
     chromium.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.emulate()
 
@@ -113,7 +122,10 @@ def test_a_chat_turn_streams_in_colours(eager_page: Browser, eager_server: Serve
     assert float(eager_page.text("#speed")) > 0
     assert eager_page.text("#alpha").endswith("%")
     assert eager_page.all("#bars li")
-    assert "drafter: eagle" in eager_page.text("#legend")
+    assert "eagle" in eager_page.text("#legend")
+    assert re.search(
+        r"\d %", eager_page.text(".tree")
+    )  # a guess of the drafter: at full speed p is not recorded
     assert re.search(
         r"192 tokens in \d+ passes · [\d.]+ tokens/s · reached max tokens", eager_page.text(".summary")
     )
@@ -123,6 +135,7 @@ def test_a_chat_turn_streams_in_colours(eager_page: Browser, eager_server: Serve
 def test_a_token_tells_its_numbers_by_mouse_and_by_keys(eager_page: Browser) -> None:
     from selenium.webdriver import ActionChains
 
+    eager_page.one("#watch").click()
     eager_page.set("max-tokens", 48)
     eager_page.type(QUESTION, ENTER)
     eager_page.until_answered()
@@ -150,23 +163,98 @@ def test_a_token_tells_its_numbers_by_mouse_and_by_keys(eager_page: Browser) -> 
 
 
 @browsing
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_side_by_side_the_texts_are_equal(eager_page: Browser, temperature: float) -> None:
+def test_a_race_plays_both_again_and_the_texts_are_equal(eager_page: Browser) -> None:
     eager_page.set("max-tokens", 48)
-    eager_page.set("temperature", temperature)
+    eager_page.script(COUNT)
     eager_page.type(QUESTION, CONTROL, ENTER)
     eager_page.until_answered()
-    texts = eager_page.script(
-        "return [...document.querySelectorAll('.column .text')].map(e => e.textContent)"
-    )
+    texts = eager_page.script("return [...document.querySelectorAll('.lane .text')].map(e => e.textContent)")
     assert len(texts) == 2
     assert texts[0] == texts[1] != ""
-    assert "The same text, token for token." in eager_page.text(".verdict.same")
-    assert re.fullmatch(r"\d+\.\d\d×", eager_page.text("#speedup"))
-    drafted, plain = eager_page.all(".column")
+    assert not eager_page.all(".token.later")
+    assert "Identical: the same text, token for token." in eager_page.text(".verdict.same")
+    assert re.fullmatch(r"\d+\.\d\d×", eager_page.text(".verdict .speedup"))
+    assert eager_page.text("#speedup") == eager_page.text(".verdict .speedup")
+    drafted, plain = eager_page.all(".lane")
     assert drafted.find_elements("css selector", ".token.by-0")
     assert not plain.find_elements("css selector", ".token.by-0")
-    assert ("Both with seed" in eager_page.text(".turn.model")) == (temperature > 0)
+    rows = "return [...document.querySelectorAll('.lane')].map(e => [...e.querySelectorAll('dd')].map(d => d.textContent))"
+    (num, _, passes, tau), (num_plain, _, passes_plain, tau_plain) = eager_page.script(rows)
+    assert num == num_plain == passes_plain == "48"
+    assert (tau, tau_plain) == (f"{48 / int(passes):.2f}", "1.00")
+    counts = eager_page.script("return window.counts")
+    for lane in (0, 1):  # the counters ran, and in the replay from the beginning again
+        assert len({count[lane] for count in counts}) > 5
+        assert any(after[lane] < before[lane] for before, after in itertools.pairwise(counts))
+
+
+@browsing
+def test_without_motion_a_drawn_race_is_replayed_only_when_asked(eager_page: Browser) -> None:
+    eager_page.emulate(prefers_reduced_motion="reduce")
+    eager_page.set("max-tokens", 48)
+    eager_page.set("temperature", 0.9)
+    eager_page.set("drafter", "off")  # a race has drafts nevertheless
+    eager_page.script(COUNT)
+    eager_page.type(QUESTION, CONTROL, ENTER)
+    eager_page.until_answered()
+    assert "Both with seed" in eager_page.text(".turn.model")
+    assert eager_page.all(".verdict.same")
+    counts = eager_page.script("return window.counts")
+    assert eager_page.all(".lane:first-child .token.by-0")
+    assert all(before[0] <= after[0] for before, after in itertools.pairwise(counts))
+    eager_page.all(".race-actions button")[1].click()  # slow motion
+    assert "slower" in eager_page.text(".verdict")
+    eager_page.one("body").send_keys(ESCAPE)
+    eager_page.until_answered()
+    assert eager_page.all(".verdict.same")
+    assert not eager_page.all(".token.later")
+
+
+@browsing
+def test_the_tree_of_every_pass_tells_how_the_text_came_about(eager_page: Browser) -> None:
+    """By keyboard: kept tokens and the model's own, pass after pass, are the text."""
+    eager_page.one("#watch").click()
+    eager_page.set("max-tokens", 48)
+    eager_page.type(QUESTION, ENTER)
+    eager_page.until_answered()
+    for fate in ("accepted", "rejected", "own"):  # the pass shown first has all three
+        assert eager_page.all(f".tree .node.{fate}"), fate
+    assert re.search(r"eagle drafted \d tokens: [1-9] kept, 1 dropped", eager_page.text(".pass-words"))
+    label = str(eager_page.one(".tree").get_attribute("aria-label"))
+    assert re.search(r"” dropped, by eagle, p \d", label)
+    slider = eager_page.one(".pass-head input")
+    slider.send_keys(HOME)
+    total = int(str(slider.get_attribute("max")))
+    assert f"in {total} passes" in eager_page.text(".summary")
+    titles = "return [...document.querySelectorAll('.tree .accepted title, .tree .own title')].map(e => e.textContent)"
+    said, num_kept = "", 0
+    for number in range(1, total + 1):
+        assert eager_page.text(".pass-head output") == f"{number} of {total}"
+        found = [
+            re.fullmatch(r"“(.*)” (kept|written).*", title, re.DOTALL) for title in eager_page.script(titles)
+        ]
+        parts = [part for part in found if part is not None]
+        assert 1 <= len(parts) == len(found)
+        marked = eager_page.script(
+            "return [...document.querySelectorAll('.of-pass')].map(e => e.textContent)"
+        )
+        assert "".join(marked).strip() == "".join(part[1] for part in parts).strip()
+        said += "".join(part[1] for part in parts)
+        num_kept += sum(part[2] == "kept" for part in parts)
+        slider.send_keys(RIGHT)
+    assert said == eager_page.text(".turn.model .text")
+    assert num_kept == len(eager_page.all(".text .token.by-0"))
+    assert len(eager_page.all("#plot [data-pass]")) == total
+    eager_page.script(
+        "document.querySelectorAll('#plot [data-pass]')[2].dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    assert eager_page.text(".pass-head output") == f"3 of {total}"
+    eager_page.all(".pass-head button")[0].click()
+    assert eager_page.text(".pass-head output") == f"2 of {total}"
+    controls = [each for each in eager_page.all("button, input, summary, .tree-box") if each.is_displayed()]
+    assert all(each.accessible_name for each in controls)
+    label = str(eager_page.one("#plot svg").get_attribute("aria-label"))
+    assert f"{total} passes; on average {eager_page.text('#tau')} tokens a pass" in label
 
 
 @browsing
@@ -219,17 +307,19 @@ def test_shift_enter_is_a_new_line_and_an_empty_message_is_not_sent(page: Browse
 @browsing
 def test_a_phone_has_everything_and_nothing_sticks_out(page: Browser) -> None:
     page.resize(360, 740)
+    page.emulate(prefers_reduced_motion="reduce")
     page.one("#settings-open").click()
     assert page.one("#drafter").is_displayed()
     page.set("max-tokens", 32)
     page.one("#settings-close").click()
     assert not page.one("#drafter").is_displayed()
     page.type(QUESTION)
-    page.one("#compare").click()
+    page.one("#race").click()
     page.until_answered()
-    assert "The same text" in page.text(".verdict.same")
+    assert "the same text" in page.text(".verdict.same")
+    assert page.all(".tree .node.own")
     assert page.script("return document.documentElement.scrollWidth") <= 360
-    inside = "return [...document.querySelectorAll('button, textarea, .text, .numbers dd')].filter(e => e.offsetParent)"
+    inside = "return [...document.querySelectorAll('button, textarea, .text, .numbers dd, .lane dd, .plot svg, .pass-head *, .tree-box')].filter(e => e.offsetParent)"
     assert page.script(
         inside + ".every(e => e.getBoundingClientRect().left >= 0 && e.getBoundingClientRect().right <= 361)"
     )
@@ -257,6 +347,62 @@ def test_dark_and_light_follow_the_system_until_told_otherwise(page: Browser) ->
     for expected in (light, dark, dark):  # light, dark, auto again
         page.one("#theme").click()
         assert ground() == expected
+
+
+@browsing
+def test_every_text_can_be_read_in_light_and_dark(eager_page: Browser) -> None:
+    eager_page.set("max-tokens", 32)
+    eager_page.emulate(prefers_reduced_motion="reduce")
+    eager_page.script("document.querySelector('details').open = true")
+    welcome = {theme: faint_in(eager_page, theme) for theme in ("light", "dark")}
+    eager_page.type(QUESTION, CONTROL, ENTER)
+    eager_page.until_answered()
+    assert eager_page.all(".node.rejected")
+    raced = {theme: faint_in(eager_page, theme) for theme in ("light", "dark")}
+    assert not any((*welcome.values(), *raced.values())), (welcome, raced)
+    eager_page.script("document.querySelector('.composer .hint').style.color = '#999'")
+    assert faint_in(eager_page, "light")  # the check can fail
+
+
+def faint_in(page: Browser, theme: str) -> Any:
+    page.emulate(prefers_reduced_motion="reduce", prefers_color_scheme=theme)
+    return page.script(FAINT)
+
+
+@browsing
+def test_settings_outlive_the_page_and_the_key_does_not_join_them(
+    page: Browser, default_server: Server
+) -> None:
+    for name, value in {"max-tokens": 33, "temperature": 0.6, "k": 2, "drafter": "suffix"}.items():
+        page.set(name, value)
+    page.one("#watch").click()
+    page.one("#key").send_keys("a-secret", TAB)
+    page.open(default_server.url)
+    names = ("max-tokens", "temperature", "k", "drafter")
+    assert [page.one(f"#{name}").get_property("value") for name in names] == ["33", "0.6", "2", "suffix"]
+    assert page.one("#watch").is_selected()
+    assert "a-secret" not in page.script("return JSON.stringify(localStorage) + location.href")
+    page.script("arguments[0].click()", page.one("#settings-reset"))
+    page.script("sessionStorage.clear()")
+    page.open(default_server.url)
+    assert [page.one(f"#{name}").get_property("value") for name in names][::3] == ["256", "auto"]
+    assert page.text("#k-shown") == "as many as pay"
+
+
+@browsing
+def test_escape_stops_a_race_and_closes_the_list_of_keys(page: Browser, default_server: Server) -> None:
+    page.set("max-tokens", 4000)
+    page.type("Tell me a very long story about a river.", CONTROL, ENTER)
+    page.until(lambda: len(page.text(".lane .text")) > 20, "words")
+    page.one("#keys-open").click()
+    assert page.one("#keys").is_displayed()
+    page.driver.switch_to.active_element.send_keys(ESCAPE)
+    assert not page.one("#keys").is_displayed()
+    assert page.one("#talk").get_attribute("aria-busy") == "true"
+    page.type(ESCAPE)
+    page.until_answered()
+    assert "nothing to compare" in page.text(".verdict")
+    default_server.settled()
 
 
 @browsing
@@ -332,6 +478,7 @@ def test_a_server_that_is_gone_is_told_in_plain_words(chromium: Browser, wide_fo
     chromium.type("Hello?", ENTER)
     chromium.until(lambda: chromium.all(".error"), "an error")
     assert "The server cannot be reached" in chromium.text(".error")
+    assert not chromium.one(".passes").is_displayed()  # nothing was written
     chromium.until(lambda: "no server answers" in chromium.text("#server"), "the header to say so")
 
 

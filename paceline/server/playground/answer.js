@@ -15,6 +15,7 @@ export class Answer {
     this.tokens = [];
     this.steps = new Map(); // number -> step
     this.spans = [];
+    this.onPass = () => {}; // the reader points at a pass
     this.tail = make("span", { class: "tail" });
     this.element = make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Answer. Arrow keys walk through its tokens, up and down through its passes." }, this.tail);
     this._shown = 0; // characters that have a span
@@ -43,6 +44,21 @@ export class Answer {
 
   spansOfStep(number) {
     return this.spans.filter((span) => facts.get(span).tokens[0]?.step === number);
+  }
+
+  /** Marks the tokens of one pass; null: of none. */
+  mark(number) {
+    for (const span of this.element.querySelectorAll(".of-pass")) span.classList.remove("of-pass");
+    for (const span of number === null ? [] : this.spansOfStep(number)) span.classList.add("of-pass");
+  }
+
+  /** Shows the first `count` tokens alone; all of them where it is not given. Their places do not change. */
+  reveal(count = Infinity) {
+    let seen = 0;
+    for (const span of this.spans) {
+      seen += facts.get(span).tokens.length;
+      span.classList.toggle("later", seen > count);
+    }
   }
 
   _place(isFinal) {

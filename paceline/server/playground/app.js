@@ -2,16 +2,22 @@
 import { byId, make } from "./dom.js";
 import { ApiError, getJson, readiness, useKey } from "./api.js";
 import * as card from "./card.js";
-import { compare } from "./compare.js";
 import * as controls from "./controls.js";
 import { Tally, show } from "./numbers.js";
+import { choosePass } from "./passes.js";
+import { startPlot } from "./plot.js";
+import { Race } from "./race.js";
 import { Turn } from "./turn.js";
 
 const POLL_MS = 2000;
+const GAP = 16; // pixels above a race
+const SHORT = 80;
 const NEAR_END = 60; // pixels: a reader so near the end wants to see what comes
+const TOUCH = matchMedia("(pointer: coarse)"); // a focus there would bring up the keyboard
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const talk = byId("talk");
 const prompt = byId("prompt");
-const state = { model: null, messages: [], running: null, plainSpeed: null, isFollowing: true };
+const state = { model: null, messages: [], running: null, isFollowing: true };
 
 async function connect() {
   const ready = await readiness();
@@ -42,6 +48,7 @@ function tellServer(status, text) {
 
 function begin(text) {
   byId("welcome").hidden = true;
+  for (const panel of talk.querySelectorAll(".passes")) panel.open = false; // the new answer's is the one to look at
   state.running = new AbortController();
   setRunning(true);
   const place = make("article", { class: "turn model", "aria-label": "Answer" });
@@ -53,40 +60,46 @@ function begin(text) {
 }
 
 function setRunning(isRunning) {
-  byId("send").disabled = byId("compare").disabled = isRunning;
+  byId("send").disabled = byId("race").disabled = isRunning;
+  for (const button of talk.querySelectorAll(".race-actions button")) button.disabled = isRunning;
   byId("stop").hidden = !isRunning;
   talk.setAttribute("aria-busy", String(isRunning));
   if (!isRunning) state.running = null;
 }
 
+/** The end of what is written; of a race its beginning, where the counters are, and the question if it is short. */
 function follow() {
-  if (state.isFollowing) talk.scrollTop = talk.scrollHeight;
+  if (!state.isFollowing) return;
+  const race = talk.querySelector(".turn.race:last-child");
+  const asked = race?.previousElementSibling;
+  const top = asked && asked.offsetHeight < SHORT ? asked : race;
+  talk.scrollTop = top ? top.offsetTop - talk.offsetTop - GAP : talk.scrollHeight;
 }
 
-async function submit(isComparison) {
+async function submit(isRace) {
   const text = prompt.value.trim();
   if (!text) prompt.focus();
   if (state.running || !text || !controls.isValid()) return;
   prompt.value = "";
   grow();
-  await say(text, isComparison);
+  await say(text, isRace);
 }
 
-async function say(text, isComparison) {
+async function say(text, isRace) {
   const { place, asked } = begin(text);
   show(new Tally());
   const messages = [...state.messages, { role: "user", content: text }];
   try {
-    const turn = await (isComparison ? sayTwice : sayOnce)(place, messages);
+    const turn = await (isRace ? sayTwice : sayOnce)(place, messages);
     if (turn?.answer.text && place.isConnected) state.messages = [...messages, { role: "assistant", content: turn.answer.text }];
-    byId("news").textContent = turn ? `Answer complete: ${turn.summary}` : "Stopped";
+    byId("news").textContent = turn ? `Answer complete: ${turn.race?.summary ?? turn.summary}` : "Stopped";
   } catch (error) {
     if (!(error instanceof ApiError)) console.error(error);
-    fail(place, error, () => { asked.remove(); place.remove(); say(text, isComparison); });
+    fail(place, error, () => { asked.remove(); place.remove(); say(text, isRace); });
   } finally {
     setRunning(false);
     follow();
-    if (!document.body.classList.contains("settings-shown")) prompt.focus({ preventScroll: true });
+    if (!document.body.classList.contains("settings-shown") && !TOUCH.matches) prompt.focus({ preventScroll: true });
   }
 }
 
@@ -100,12 +113,12 @@ function request(messages) {
 async function sayOnce(place, messages) {
   const turn = new Turn();
   const note = make("p", { class: "summary" });
-  place.append(turn.answer.element, note);
+  place.append(turn.answer.element, note, turn.passes.element);
   place.classList.add("writing");
   try {
     await turn.write({ ...request(messages), speculative: controls.speculative() }, state.running.signal, () => {
       note.textContent = turn.summary;
-      show(turn.tally, state.plainSpeed && turn.tally.speed ? turn.tally.speed / state.plainSpeed : null);
+      show(turn.tally);
       follow();
     });
   } finally {
@@ -120,13 +133,28 @@ async function sayTwice(place, messages) {
     body.seed = crypto.getRandomValues(new Uint32Array(1))[0];
     place.append(make("p", { class: "summary" }, `Both with seed ${body.seed}`));
   }
-  place.classList.add("comparison");
-  const found = await compare(place, body, state.running.signal, (turn, speedup) => {
-    show(turn.tally, speedup);
+  place.classList.add("race");
+  const race = new Race(place, body);
+  byId("news").textContent = "Racing: first with drafts, then plain";
+  const isWhole = await race.measure(state.running.signal, () => {
+    show(race.drafted.turn.tally, race.speedup);
     follow();
   });
-  if (found) state.plainSpeed = found.plainSpeed;
-  return found?.turn ?? null;
+  if (!isWhole) return null;
+  race.offerReplay((slowness) => playAgain(race, slowness));
+  if (STILL.matches) race.judge();
+  else await race.replay(race.slowness, state.running.signal);
+  return Object.assign(race.drafted.turn, { race });
+}
+
+async function playAgain(race, slowness) {
+  if (state.running) return;
+  state.isFollowing = true;
+  state.running = new AbortController();
+  setRunning(true);
+  await race.replay(slowness, state.running.signal);
+  setRunning(false);
+  byId("news").textContent = `Replay over: ${race.summary}`;
 }
 
 function fail(place, error, again) {
@@ -154,6 +182,7 @@ function grow() {
 
 function onKey(event) {
   if (event.key === "Escape") {
+    if (byId("keys").open) return; // it closes itself
     if (state.running) state.running.abort();
     else if (card.isOpen()) card.close();
     else controls.closePanel();
@@ -164,9 +193,12 @@ function start() {
   controls.start(connect);
   useKey(byId("key").value);
   card.watch(talk);
+  startPlot(choosePass);
+  byId("keys-open").addEventListener("click", () => byId("keys").showModal());
+  byId("keys-close").addEventListener("click", () => byId("keys").close());
   talk.addEventListener("scroll", () => { state.isFollowing = talk.scrollHeight - talk.scrollTop - talk.clientHeight < NEAR_END; }, { passive: true });
   byId("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(false); });
-  byId("compare").addEventListener("click", () => submit(true));
+  byId("race").addEventListener("click", () => submit(true));
   byId("stop").addEventListener("click", () => state.running?.abort());
   byId("new-chat").addEventListener("click", startOver);
   byId("examples").addEventListener("click", (event) => {

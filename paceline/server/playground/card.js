@@ -3,6 +3,7 @@
 import { byId, make, quoted } from "./dom.js";
 import { factsOf } from "./answer.js";
 import { TARGET, classOf, nameOf } from "./sources.js";
+import { probability } from "./tree.js";
 
 const MARKS = { accepted: "✓", rejected: "✗", "not reached": "·" };
 const MOST_ROWS = 14;
@@ -21,7 +22,11 @@ export function watch(talk) {
   talk.addEventListener("pointerout", (event) => event.pointerType === "mouse" && !card.contains(event.relatedTarget) && close());
   talk.addEventListener("focusin", (event) => open(event.target));
   talk.addEventListener("focusout", close);
-  talk.addEventListener("click", (event) => open(event.target));
+  talk.addEventListener("click", (event) => {
+    open(event.target);
+    const found = factsOf(event.target);
+    if (found?.tokens.length) found.answer.onPass(found.tokens[0].step);
+  });
   talk.addEventListener("keydown", walk);
   talk.addEventListener("scroll", close, { passive: true });
 }
@@ -49,13 +54,12 @@ function open(span) {
 }
 
 function tokenPart(token) {
-  const q = token.source === TARGET ? "not drafted" : token.q === null || token.q === undefined ? "1, not sampled" : number(token.q);
+  const q = token.source === TARGET ? "not drafted" : token.q === null || token.q === undefined ? "1, not sampled" : probability(token.q);
+  const figures = [["p, the model's", probability(token.p)], ["q, the drafter's", q]];
   return make("div", { class: "card-token" },
     make("p", { class: "card-word" }, make("span", { class: `token ${classOf(token.source)}` }, quoted(token.text)), make("small", {}, `id ${token.id}`)),
-    make("p", {}, `proposed by ${token.source === TARGET ? nameOf(TARGET) : token.source}`),
-    make("dl", {},
-      make("div", {}, make("dt", {}, "p, the model's"), make("dd", {}, number(token.p))),
-      make("div", {}, make("dt", {}, "q, the drafter's"), make("dd", {}, q))));
+    make("p", {}, `proposed by ${nameOf(token.source)}`),
+    token.p !== null && make("dl", {}, ...figures.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
 }
 
 function stepPart(step) {
@@ -72,7 +76,7 @@ function stepPart(step) {
 function draftRow(node, nodes) {
   const row = make("li", { class: node.fate.replace(" ", "-") },
     make("span", { class: "mark", "aria-label": node.fate }, MARKS[node.fate] ?? "·"), make("code", {}, quoted(node.text)),
-    make("small", {}, node.p === null || node.p === undefined ? node.fate : `p ${number(node.p)}`));
+    make("small", {}, node.p === null || node.p === undefined ? node.fate : `p ${probability(node.p)}`));
   row.style.setProperty("--depth", depthOf(node, nodes) - 1);
   return row;
 }
@@ -82,11 +86,6 @@ export function depthOf(node, nodes) {
   const parents = new Map(nodes.map((each) => [each.node, each.parent]));
   for (let at = node.parent; at > 0 && depth <= nodes.length; at = parents.get(at)) depth += 1;
   return depth;
-}
-
-function number(value) {
-  if (value === null || value === undefined) return "–";
-  return value > 0 && value < 0.001 ? value.toExponential(1) : value.toFixed(3);
 }
 
 /** Under the token, or above it where there is no room. On a narrow page the style sheet docks it to the bottom instead. */

@@ -1,13 +1,18 @@
 // The settings: what the form holds, as fields of a request. A field left empty is not sent, so the server's default stands.
-import { byId } from "./dom.js";
+// All but the key outlive the page; the key stays in the tab.
+import { byId, store } from "./dom.js";
 import { useKey, key } from "./api.js";
 import { learn } from "./sources.js";
 
 const NUMBERS = { "max-tokens": "max_tokens", seed: "seed", "top-k": "top_k", "min-p": "min_p", "repetition-penalty": "repetition_penalty" };
 const form = byId("settings");
+let offered = null;
 
 export function start(onKey) {
-  for (const id of ["temperature", "top-p", "k"]) byId(id).addEventListener("input", showValues);
+  restore();
+  form.addEventListener("input", showValues);
+  form.addEventListener("change", keep);
+  byId("settings-reset").addEventListener("click", reset);
   byId("key").value = key.get();
   byId("key").addEventListener("change", () => {
     useKey(byId("key").value);
@@ -17,6 +22,31 @@ export function start(onKey) {
   byId("settings-open").addEventListener("click", () => openPanel());
   byId("settings-close").addEventListener("click", closePanel);
   showValues();
+}
+
+const kept = () => [...form.elements].filter((field) => field.id && field.id !== "key" && "value" in field && field.type !== "button");
+
+function keep() {
+  const values = Object.fromEntries(kept().map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value]));
+  if (isUncapped()) delete values.k; // as many as pay, whatever the server's most is
+  store.set("settings", values);
+}
+
+function restore() {
+  const values = store.get("settings", {});
+  for (const field of kept()) {
+    if (!(field.id in values)) continue;
+    if (field.type === "checkbox") field.checked = values[field.id] === true;
+    else field.value = values[field.id];
+  }
+}
+
+function reset() {
+  const key = byId("key").value;
+  form.reset();
+  byId("key").value = key;
+  store.set("settings", {});
+  offer(offered);
 }
 
 function showValues() {
@@ -31,14 +61,16 @@ function isUncapped() {
 
 /** What the server can draft with. */
 export function offer(speculative) {
+  offered = speculative;
+  const saved = store.get("settings", {});
   const most = speculative?.num_speculative_tokens ?? 0;
   const drafters = speculative?.drafters ?? [];
   const names = speculative?.selectable ?? drafters;
   const choices = [["auto", "auto: as the server was started"], ...names.map((name) => [name, name]), ["off", "off: plain decoding"]];
-  const before = byId("drafter").value;
+  const before = saved.drafter ?? "auto";
   byId("drafter").replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
   byId("drafter").value = choices.some(([value]) => value === before) ? before : "auto";
-  if (most > 0) Object.assign(byId("k"), { max: most, value: most });
+  if (most > 0) Object.assign(byId("k"), { max: most, value: saved.k ?? most });
   byId("drafter").disabled = byId("k").disabled = most === 0;
   byId("drafting-note").hidden = most > 0;
   byId("drafting-note").textContent = most > 0 ? "" : "This server was started without drafts; start it with --speculative-config auto.";
@@ -79,7 +111,7 @@ export function sampling() {
 
 /** The `speculative` field; `method` overrides the form's. */
 export function speculative(method = byId("drafter").value) {
-  const asked = { details: byId("details").checked };
+  const asked = { details: byId("watch").checked || "drafts" };
   if (method !== "auto") asked.method = method;
   if (method !== "off" && !isUncapped() && !byId("k").disabled) asked.num_speculative_tokens = Number(byId("k").value);
   return asked;

@@ -1,12 +1,14 @@
 // The figures of the answer being written: counted from its passes while it streams, the server's own at the end.
 import { byId, make } from "./dom.js";
 import { depthOf } from "./card.js";
+import { plot } from "./plot.js";
 
 const MOST_BARS = 12;
+const SHORTEST_S = 0.1; // what took less has no speed worth telling: it came in one piece
 
 export class Tally {
   constructor() {
-    Object.assign(this, { passes: 0, tokens: 0, drafted: 0, accepted: 0, draftedAt: [], acceptedAt: [], firstAt: null, firstTokens: 0, lastAt: null, final: null });
+    Object.assign(this, { steps: [], passes: 0, tokens: 0, drafted: 0, accepted: 0, draftedAt: [], acceptedAt: [], firstAt: null, firstTokens: 0, lastAt: null, final: null });
   }
 
   add(details, now = performance.now()) {
@@ -17,6 +19,7 @@ export class Tally {
   }
 
   _addStep(step) {
+    this.steps.push(step);
     this.passes += 1;
     this.drafted += step.draft.length;
     this.accepted += step.accepted;
@@ -48,13 +51,17 @@ export class Tally {
   /** Tokens a second while decoding, after those of the first pass. */
   get speed() {
     const said = this.final?.timings?.tokens_per_second;
-    if (said) return said;
+    if (said) return this.numTokens / said > SHORTEST_S ? said : null;
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    return this.firstAt !== null && seconds > 0.05 ? (this.tokens - this.firstTokens) / seconds : null;
+    return this.firstAt !== null && seconds > SHORTEST_S ? (this.tokens - this.firstTokens) / seconds : null;
   }
 
   get numTokens() {
     return this.final?.completion_tokens ?? this.tokens;
+  }
+
+  get numPasses() {
+    return this.final?.speculative?.num_steps ?? this.passes;
   }
 }
 
@@ -66,6 +73,7 @@ export function show(tally, speedup = null) {
   byId("speed").textContent = shown(tally.speed, 1);
   byId("speedup").textContent = shown(speedup, 2, "×");
   showBars(tally.byPosition.slice(0, MOST_BARS));
+  plot(tally.steps);
 }
 
 function showBars(shares) {

@@ -18,5 +18,5 @@ export function classOf(source) {
 }
 
 export function nameOf(source) {
-  return source === TARGET ? "the model itself" : `drafter: ${source}`;
+  return source === TARGET ? "the model" : source;
 }

@@ -16,7 +16,7 @@
     document.documentElement.dataset.theme = theme;
     const button = document.getElementById("theme");
     if (!button) return;
-    button.textContent = `◐ ${theme}`;
+    button.replaceChildren(document.createTextNode("◐ "), Object.assign(document.createElement("span"), { textContent: theme }));
     button.setAttribute("aria-label", `Theme: ${theme}`);
   }
 

@@ -2,6 +2,7 @@
 // What arrives is drawn in batches: drawing every token by itself would take the engine's cores where both share a machine.
 import { events } from "./api.js";
 import { Answer } from "./answer.js";
+import { Passes } from "./passes.js";
 import { Tally, shown } from "./numbers.js";
 
 const DRAW_MS = 100;
@@ -10,6 +11,7 @@ const ENDS = { length: "reached max tokens", stop: "", content_filter: "filtered
 export class Turn {
   constructor() {
     this.answer = new Answer();
+    this.passes = new Passes(this.answer);
     this.tally = new Tally();
     this.end = null; // the server's finish_reason, or "stopped"
     this._undrawn = [];
@@ -27,6 +29,7 @@ export class Turn {
       clearInterval(drawing);
       this._draw();
       this.answer.finish();
+      this.passes.finish();
       onChange(this);
     }
   }
@@ -35,7 +38,9 @@ export class Turn {
     const choice = event.choices?.[0];
     if (choice) {
       this._undrawn.push(choice);
-      this.tally.add(choice.speculative);
+      const now = performance.now();
+      for (const token of choice.speculative?.tokens ?? []) token.at = now;
+      this.tally.add(choice.speculative, now);
       this.end = choice.finish_reason ?? this.end;
     }
     if (event.usage) this.tally.finish(event.usage);
@@ -44,12 +49,13 @@ export class Turn {
   _draw() {
     const chunks = this._undrawn.splice(0);
     for (const chunk of chunks) this.answer.add(chunk.delta?.content, chunk.speculative);
+    if (chunks.length) this.passes.grow();
     return chunks.length > 0;
   }
 
   /** "128 tokens in 61 passes · 143.2 tokens/s" */
   get summary() {
-    const passes = this.tally.final?.speculative?.num_steps ?? this.tally.passes;
+    const passes = this.tally.numPasses;
     const parts = [`${this.tally.numTokens} tokens${passes ? ` in ${passes} passes` : ""}`];
     if (this.tally.speed) parts.push(`${shown(this.tally.speed, 1)} tokens/s`);
     const end = this.end === "stopped" ? "stopped by you" : ENDS[this.end] ?? this.end;
