@@ -10,24 +10,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What stands before a call's arguments; the last group is the function's name.
-_NAMED = r'"name"\s*:\s*"(?P<named>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-JSON_HEAD = re.compile(rf'\s*\[?\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAMED}')
+# What stands before a call's arguments; the last group is the function's name. No quantifier goes back:
+# whatever a model writes is read in linear time.
+_NAMED = r'"name"\s*+:\s*+"([^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+JSON_HEAD = re.compile(rf'\s*+(?:\[\s*+)?+\{{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+{_NAMED}')
 MISTRAL_HEAD = re.compile(
-    rf"{JSON_HEAD.pattern}|\s*(?P<bare>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)"
+    rf"{JSON_HEAD.pattern}|\s*+([\w.-]++)(?:\[CALL_ID\]\w*+)?+(?:\[ARGS\])?+\s*+(?=\{{)"
 )
 # Where a message of gpt-oss goes: whom it calls, before or after its channel, and how it is written.
-_TO = r"(?:\s*to=functions\.(?P<{}>[\w.-]+))?"
+_TO = r"(?:\s*+to=functions\.(?P<{}>[\w.-]++))?+"
 HARMONY_HEAD = re.compile(
-    rf"(?:<\|start\|>assistant)?{_TO.format('before')}\s*<\|channel\|>(?P<channel>\w+){_TO.format('after')}"
-    r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+    rf"(?:<\|start\|>assistant)?+{_TO.format('before')}\s*+<\|channel\|>(?P<channel>\w++)"
+    rf"{_TO.format('after')}\s*+(?:<\|constrain\|>)?+\s*+\w*+\s*+<\|message\|>"
 )
-# Calls that are no JSON: Qwen3-Coder's and GLM's.
-_XML_NAME = re.compile(r"\s*(?:<function=([\w.-]+)>|([\w.-]+)\s*(?=<arg_key>|$))")
-_XML_PAIR = re.compile(
-    r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-    re.S,
-)
+# Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
+_XML_NAME = re.compile(r"\s*+(?:<function=([\w.-]++)>|([\w.-]++)\s*+(?=<arg_key>|$))")
+_XML_PAIRS = (("<parameter=", ">", "</parameter>"), ("<arg_key>", "</arg_key>", "</arg_value>"))
 Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
 Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
 
@@ -61,7 +59,6 @@ FORMATS = {  # by vLLM's names
     "llama3_json": Format(("<|python_tag|>",)),
     "mistral": Format(("[TOOL_CALLS]",), (), MISTRAL_HEAD, ("[ARGS]", "[CALL_ID]"), has_short_ids=True),
     "granite": Format(("<|tool_call|>",)),
-    "phi4_mini_json": Format(("<|tool_call|>",), ("<|/tool_call|>",)),
     "openai": HARMONY,
 }
 # What of a template shows the format; the first that is found.
@@ -69,7 +66,6 @@ SIGNS = {
     "<|channel|>": "openai",
     "[TOOL_CALLS]": "mistral",
     "<tool_call>": "hermes",
-    "<|/tool_call|>": "phi4_mini_json",
     "<|tool_call|>": "granite",
     "<|start_header_id|>": "llama3_json",
 }
@@ -86,18 +82,18 @@ def described(template: str) -> dict[str, Any]:
 
 def calls_in(text: str, tools: Tools, is_closed: bool) -> list[Found]:
     """The calls in the whole of what stands between tags; none if it is no call of the tools."""
+    found = []
     try:
         value = json.loads(text)
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, dict) or str(each.get("name")) not in tools:
+                return []
+            arguments = each.get("arguments", each.get("parameters")) or {}
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            found.append((str(each["name"]), written))
+        return found
     except (ValueError, RecursionError):
         return list(_xml_call(text, tools)) if is_closed else []
-    found = []
-    for each in value if isinstance(value, list) else [value]:
-        if not isinstance(each, dict) or str(each.get("name")) not in tools:
-            return []
-        arguments = each.get("arguments", each.get("parameters")) or {}
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found.append((str(each["name"]), written))
-    return found
 
 
 def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
@@ -105,12 +101,13 @@ def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
     name = head[head.lastindex or 0] if head else ""
     if name in tools:
         kinds, arguments = tools[name].get("properties"), {}
-        for pair in _XML_PAIR.findall(text):
-            key, value = (pair[0] or pair[2]).strip(), pair[1] or pair[3]
-            kind = kinds.get(key) if isinstance(kinds, Mapping) else None
-            arguments[key] = (
-                _typed(value) if isinstance(kind, Mapping) and kind.get("type") != "string" else value
-            )
+        for opens, between, closes in _XML_PAIRS:
+            for piece in text.split(closes)[:-1]:
+                key, _, value = piece.partition(opens)[2].partition(between)
+                value = value.removeprefix("\n").removesuffix("\n").removeprefix("<arg_value>")
+                kind = kinds.get(key) if isinstance(kinds, Mapping) else None
+                is_text = not isinstance(kind, Mapping) or kind.get("type") == "string"
+                arguments[key] = value if is_text else _typed(value)
         yield name, json.dumps(arguments, ensure_ascii=False)
 
 

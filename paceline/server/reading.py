@@ -18,11 +18,12 @@ from paceline.server.formats import HERMES, Format, Tools, calls_in
 
 Fields = dict[str, Any]  # of a JSON object
 Kind = Literal["content", "reasoning", "arguments"]
+MOST_FAILED = 64  # an answer with so many tags that are no calls is text: each costs a look at what follows
 # JSON that begins so is no call.
 _NO_CALL = re.compile(
-    r'\s*\[\s*[^\s{]|\s*(?:\[\s*)?\{\s*(?:[^\s"]|"(?!(?:name|type|id|arguments|parameters)")[^"]*")'
+    r'\s*+\[\s*+[^\s{]|\s*+(?:\[\s*+)?+\{\s*+(?:[^\s"]|"(?!(?:name|type|id|arguments|parameters)")[^"]*+")'
 )
-_NAME = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"')
+_NAME = re.compile(r'\s*+(?:\[\s*+)?+\{\s*+"name"\s*+:\s*+"([^"\\]*+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class AnswerReader:
         self._held, self._said = "", Said()
         self._kind: Kind = "content"
         self._opening = ""  # the tag before what may be a call
+        self._num_failed = 0
         self._is_cutting = False  # white space that comes next is no text
         self._is_enclosed = False  # the arguments that pass are inside an object
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # in the JSON that passes
@@ -161,6 +163,9 @@ class AnswerReader:
     def _give_up(self, size: int) -> bool:
         """So many characters were no call, but the model's words; what follows them is read as text is."""
         self._enter("content", is_cutting=False)
+        self._num_failed += 1
+        if self._num_failed == MOST_FAILED:
+            self.reading = Reading()
         self._say("content", self._held[:size])
         self._held = self._held[size:]
         return True

@@ -76,7 +76,6 @@ CASES: dict[str, Case] = {
     "mistral, ids": ("mistral", f"Ok[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{ARGUMENTS}", "Ok", "", ONE),
     "mistral, no tool": ("mistral", "[TOOL_CALLS]fly[ARGS]{}", "[TOOL_CALLS]fly[ARGS]{}", "", []),
     "granite": ("granite", f"<|tool_call|>[{CALL}, {REST}]", "", "", TWO),
-    "phi": ("phi4_mini_json", f"<|tool_call|>[{CALL}, {REST}]<|/tool_call|>", "", "", TWO),
     "harmony": ("openai", f"{THOUGHT}{TURN}{TO}{ARGUMENTS}<|call|>", "", "Hm, Paris.", ONE),
     "harmony, role": (
         "openai",
@@ -238,12 +237,27 @@ def test_ids_are_as_templates_take_them() -> None:
         ("<|start_header_id|> {{ tools }}", "llama3_json", None),
         ("[INST] tools [TOOL_CALLS] [THINK] [/THINK]", "mistral", ("[THINK]", "[/THINK]")),
         ("tools <|start|>assistant<|channel|>final", "openai", None),
-        ("tools <|tool_call|>[]<|/tool_call|>", "phi4_mini_json", None),
+        ("tools <|tool_call|>[]", "granite", None),
     ],
 )
 def test_templates_show_the_format(template: str, name: str, thinking: Any) -> None:
     found = described(template)
     assert (found["format"], found["thinking"]) == (name, thinking)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_reading_takes_linear_time(name: str) -> None:
+    """Where it is not, these take minutes."""
+    opening = FORMATS[name].opens[-1]
+    for text in (
+        " " * 50_000 + "{" + " " * 50_000,
+        "{" * 50_000,
+        f"{opening}<parameter=a>" * 5_000,
+        "<" * 50_000,
+    ):
+        for ending in ("", "x</tool_call>"):
+            read([text + ending], reading_of(name))
+            read([opening + text + ending], reading_of(name))
 
 
 def test_arguments_stay_json() -> None:
