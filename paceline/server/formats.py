@@ -24,7 +24,7 @@ HARMONY_HEAD = re.compile(
     rf"{_TO.format('after')}\s*+(?:<\|constrain\|>)?+\s*+\w*+\s*+<\|message\|>"
 )
 # Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
-_XML_NAME = re.compile(r"\s*+(?:<function=([\w.-]++)>|([\w.-]++)\s*+(?=<arg_key>|$))")
+_XML_NAME = re.compile(r"\s*+(?:<function=)?+([\w.-]++)(?:>|\s*+(?=<arg_key>|$))")
 _XML_PAIRS = (("<parameter=", ">", "</parameter>"), ("<arg_key>", "</arg_key>", "</arg_value>"))
 Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
 Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
@@ -54,7 +54,7 @@ HARMONY = Format(
 )
 FORMATS = {  # by vLLM's names
     "hermes": HERMES,
-    "qwen3_coder": HERMES,  # within the same tags
+    "qwen3_coder": Format(("<tool_call>", "<function="), ("</tool_call>", "</function>")),  # in one or both
     "glm45": HERMES,
     "llama3_json": Format(("<|python_tag|>",)),
     "mistral": Format(("[TOOL_CALLS]",), (), MISTRAL_HEAD, ("[ARGS]", "[CALL_ID]"), has_short_ids=True),
@@ -65,6 +65,7 @@ FORMATS = {  # by vLLM's names
 SIGNS = {
     "<|channel|>": "openai",
     "[TOOL_CALLS]": "mistral",
+    "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
     "<|tool_call|>": "granite",
     "<|start_header_id|>": "llama3_json",
@@ -98,7 +99,7 @@ def calls_in(text: str, tools: Tools, is_closed: bool) -> list[Found]:
 
 def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
     head = _XML_NAME.match(text)
-    name = head[head.lastindex or 0] if head else ""
+    name = head[1] if head else ""
     if name in tools:
         kinds, arguments = tools[name].get("properties"), {}
         for opens, between, closes in _XML_PAIRS:

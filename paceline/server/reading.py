@@ -63,6 +63,7 @@ class AnswerReader:
         self._num_failed = 0
         self._is_cutting = False  # white space that comes next is no text
         self._is_enclosed = False  # the arguments that pass are inside an object
+        self._is_listed = False  # further calls may follow without a tag
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # in the JSON that passes
         tags = reading.thinking
         self._state = self._begin if reading.tools or tags else self._prose
@@ -135,7 +136,7 @@ class AnswerReader:
             is_reasoning = head["channel"] == "analysis"
             self._enter("arguments" if name else "reasoning" if is_reasoning else "content", is_cutting=False)
         else:
-            self._is_enclosed, self._state = "{" in head[0], self._arguments
+            self._is_enclosed, self._is_listed, self._state = "{" in head[0], True, self._arguments
         if name:
             self._open_call(name)
         return True
@@ -157,7 +158,7 @@ class AnswerReader:
             self._open_call(name)
             self._say("arguments", arguments)
         self._held = inside[at + len(end) :]
-        self._enter("content")
+        self._state, self._is_listed = self._between, False
         return True
 
     def _give_up(self, size: int) -> bool:
@@ -191,13 +192,13 @@ class AnswerReader:
 
     def _between(self, is_last: bool) -> bool:
         """After a call: its end tag, further calls of a list, or text."""
-        rest, ends = self._held.lstrip(" \t\r\n,;]"), self.reading.format.ends
+        rest, ends = self._held.lstrip(" \t\r\n,;]" if self._is_listed else None), self.reading.format.ends
         if not is_last and (not rest or any(end != rest and end.startswith(rest) for end in ends)):
             return False
         end = next((end for end in ends if rest.startswith(end)), "")
         self._held = rest[len(end) :]
         self._enter("content")
-        if not end and rest.startswith("{"):
+        if not end and self._is_listed and rest.startswith("{"):
             self._opening, self._state = "", self._call
         return True
 
