@@ -21,7 +21,7 @@ MISTRAL_HEAD = re.compile(
 _TO = r"(?:\s*+to=functions\.(?P<{}>[\w.-]++))?+"
 HARMONY_HEAD = re.compile(
     rf"(?:<\|start\|>assistant)?+{_TO.format('before')}\s*+<\|channel\|>(?P<channel>\w++)"
-    rf"{_TO.format('after')}\s*+(?:<\|constrain\|>)?+\s*+\w*+\s*+<\|message\|>"
+    rf"{_TO.format('after')}[^<]*+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
 )
 # Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
 _XML_NAME = re.compile(r"\s*+(?:<function=)?+([\w.-]++)(?:>|\s*+(?=<arg_key>|$))")

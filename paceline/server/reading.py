@@ -181,13 +181,13 @@ class AnswerReader:
         """The rest of the object around the arguments."""
         if not self._depth:
             self._held = self._held.lstrip()
-            self._depth = int(self._held[:1] in (",", "}"))
-            if self._held and not self._depth:  # it was never finished
-                self._state = self._between
+            self._depth = int(self._held[:1] in (",", "}"))  # else it was never finished
         if self._depth:
             self._pass_json()
-            if not self._depth:
-                self._state = self._between
+        elif not self._held:
+            return False
+        if not self._depth:
+            self._state = self._between
         return True
 
     def _between(self, is_last: bool) -> bool:
