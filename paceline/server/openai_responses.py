@@ -127,8 +127,8 @@ class ResponseWriter:
                 yield self._event("content_part.done", **place, part=_part(block))
             yield self._event("output_item.done", output_index=block.index, item=item)
 
-    def _event(self, name: str, **fields: Any) -> Fields:
-        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+    def _event(self, kind: str, /, **fields: Any) -> Fields:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
     def _item(self, block: Block, status: str) -> Fields:
         own = {"id": f"{PREFIXES[block.kind]}_{self.writer.call.name}{block.index:02d}", "status": status}
