@@ -27,7 +27,7 @@ class Detokenizer:
         self._taken: list[str] = []  # settled text that `take` has returned
         self._new: list[str] = []  # settled since
         self._tail = ""  # decoded, but maybe the beginning of a stop string
-        self.is_stopped = False
+        self.stopped_by: str | None = None  # the stop string that was completed
 
     def show(self, tokens: Collection[int]) -> None:
         """These special tokens are text, too."""
@@ -44,6 +44,10 @@ class Detokenizer:
             self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
             return self.is_stopped
         return False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     @property
     def text(self) -> str:
@@ -85,7 +89,7 @@ class Detokenizer:
             _, start, stop = min(((at + len(s), at, s) for at, s in found if at >= 0), default=(0, 0, ""))
             if stop:
                 self._settle(start + len(stop) * self._include_stop)
-                self._tail, self.is_stopped = "", True
+                self._tail, self.stopped_by = "", stop
                 return
         # held back: the longest end of the tail that begins a stop string
         num_held = min(max(map(len, self._stop), default=1) - 1, len(self._tail))

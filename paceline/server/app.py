@@ -20,17 +20,30 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from paceline import __version__
+from paceline.server import anthropic_types
 from paceline.server import openai_types as types
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig, read_keys
+from paceline.server.doors import Doors
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Keys, Logged
-from paceline.server.responses import ApiError, EventStream, JsonResponse, unavailable, unless_gone
+from paceline.server.responses import (
+    ANTHROPIC,
+    ApiError,
+    EventStream,
+    JsonResponse,
+    from_validation,
+    unavailable,
+    unless_gone,
+)
 from paceline.server.translate import Job, Translator, Writer
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": types.ErrorBody} for status in (400, 401, 404, 408, 413, 429, 503, 504, "4XX")
+}
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": anthropic_types.ErrorBody} for status in ERRORS
 }
 PLAYGROUND = Path(__file__).parent / "playground"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -51,14 +64,15 @@ class Service:
     def __init__(self, config: ServerConfig, engine: EngineClient, metrics: Metrics, model_name: str) -> None:
         self.config, self.engine, self.metrics, self.model_name = config, engine, metrics, model_name
         self.started = time.time()
+        self.routes = ""  # all of them, for those who ask for another
         files = PLAYGROUND.glob("*") if config.playground else ()
         self._pages = {path.name: path.read_bytes() for path in files if path.suffix in PAGE_KINDS}
 
     async def completions(self, request: Request, body: types.CompletionRequest) -> Response:
-        return await self._answer(request, self._translator(body.model).completion(body), is_chat=False)
+        return await self.answer(request, self.translator(body.model).completion(body), is_chat=False)
 
     async def chat_completions(self, request: Request, body: types.ChatRequest) -> Response:
-        return await self._answer(request, self._translator(body.model).chat(body), is_chat=True)
+        return await self.answer(request, self.translator(body.model).chat(body), is_chat=True)
 
     async def models(self) -> Response:
         return JsonResponse({"object": "list", "data": [self._model_json()]})
@@ -68,7 +82,7 @@ class Service:
         return JsonResponse(self._model_json())
 
     async def tokenize(self, body: types.TokenizeRequest) -> Response:
-        question = {"do": "tokenize", "prompt": self._translator(body.model).tokenize(body)}
+        question = {"do": "tokenize", "prompt": self.translator(body.model).tokenize(body)}
         return JsonResponse(await self.engine.ask(question))
 
     async def detokenize(self, body: types.DetokenizeRequest) -> Response:
@@ -99,7 +113,7 @@ class Service:
             what = f"the model {name!r:.80} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, what, "model_not_found", "model")
 
-    def _translator(self, model: str | None) -> Translator:
+    def translator(self, model: str | None) -> Translator:
         self._check_model(model)
         if not self.engine.info:
             raise unavailable("starting")
@@ -114,31 +128,36 @@ class Service:
         own = {"id": self.model_name, "object": "model", "created": int(self.started), "owned_by": "paceline"}
         return own | {name: self.engine.info.get(name) for name in ("max_model_len", "speculative")}
 
-    async def _answer(self, request: Request, job: Job, is_chat: bool) -> Response:
-        """Open the call first: what the engine refuses is an error with its own status, no failing stream."""
+    async def answer(
+        self, request: Request, job: Job, is_chat: bool = True, door: Callable[[Writer], Any] | None = None
+    ) -> Response:
+        """Open the call first: what the engine refuses is an error with its own status, no failing stream.
+        door: what says the chat's answer in another protocol."""
         async with AsyncExitStack() as stack:
             call = await stack.enter_async_context(self.engine.call(job.parts, job.num_choices))
             num_spec = self.engine.info["speculative"]["num_speculative_tokens"]
             writer = Writer(job, call, self.model_name, is_chat, num_spec)
-            stack.callback(_describe, request, writer)
+            teller = door(writer) if door else writer
+            stack.callback(_describe, request, writer, teller.name)
             if job.is_stream:
-                return EventStream(writer.chunks(), stack.pop_all())
-            return JsonResponse(await unless_gone(request.receive, writer.whole()))
+                return EventStream(teller.chunks(), stack.pop_all(), is_typed=door is not None)
+            return JsonResponse(await unless_gone(request.receive, teller.whole()))
         raise AssertionError("the block above returns or raises")
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """The answer where a route raised."""
         if isinstance(error, RequestValidationError):
-            error = _as_bad_request(error)
+            error = from_validation(error.errors())
         elif isinstance(error, HTTPException):
-            words = {404: "there is no such route", 405: "this route does not take that method"}
+            here = f"there is no {request.method} {request.url.path:.80} here; this server has {self.routes}"
+            words = {404: here, 405: "this route does not take that method"}
             message = words.get(error.status_code, "the body could not be read; send JSON")
             error = ApiError(error.status_code, message)
         assert isinstance(error, ApiError)
         request.scope["state"]["fields"]["error"] = error.code or "invalid_request"
         if error.status in (429, 503, 504):
             self.metrics.count("requests_rejected", 1, error.code or "unknown")
-        return error.response()
+        return error.response(request.url.path)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -149,6 +168,7 @@ def make_app(service: Service) -> FastAPI:
         "POST /v1/chat/completions": service.chat_completions,
         "GET /v1/models": service.models,
         "GET /v1/models/{model:path}": service.model,
+        **Doors(service).routes(),
         "POST /tokenize": service.tokenize,
         "POST /detokenize": service.detokenize,
         "GET /health": service.health,
@@ -156,26 +176,28 @@ def make_app(service: Service) -> FastAPI:
         "GET /version": service.version,
         "GET /metrics": service.show_metrics,
     }
+    service.routes = ", ".join(routes).replace(":path", "")
     for route, answer in routes.items():
         method, path = route.split()
-        app.add_api_route(path, answer, methods=[method])
+        errors = ANTHROPIC_ERRORS if path.startswith(ANTHROPIC) else None
+        app.add_api_route(path, answer, methods=[method], responses=errors)
     app.add_api_route("/", partial(service.page, "index.html"), include_in_schema=False)
     app.add_api_route("/playground/{name}", service.page, include_in_schema=False)
     for kind in (ApiError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, service.refused)
     app.add_middleware(Guarded, keys=Keys(read_keys(config)), config=config)
     if config.cors_origin:
-        allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        allowed: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, **allowed)
     app.add_middleware(Logged, metrics=service.metrics)
     return app
 
 
-def _describe(request: Request, writer: Writer) -> None:
+def _describe(request: Request, writer: Writer, name: str) -> None:
     """For the log: sizes and times, no words."""
     call = writer.call
     request.scope["state"]["fields"] |= {
-        "id": writer.name,
+        "id": name,
         "stream": writer.job.is_stream,
         "choices": call.total_choices,
         "completion_tokens": call.num_tokens,
@@ -184,18 +206,3 @@ def _describe(request: Request, writer: Writer) -> None:
         "finish": sorted({end["reason"] for end in call.ends.values()}),
         "error": call.error.code if call.error else None,
     }
-
-
-def _as_bad_request(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong, without what the client wrote there."""
-    first = error.errors()[0]
-    place, kind = [str(part) for part in first["loc"] if part != "body"], first["type"]
-    if not place or (kind == "json_invalid" and len(place) == 1):
-        what = "the body is not a JSON object; send one with content-type application/json"
-        return ApiError(400, what, "invalid_json")
-    what = f"is wrong: {first['msg']}"
-    if kind == "extra_forbidden":
-        what = "is not a field of this route"
-    elif kind == "value_error":  # one of ours
-        what = str(first["ctx"]["error"])
-    return ApiError(400, f"{'.'.join(place)[:200]} {what}", param=place[0][:80])

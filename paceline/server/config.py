@@ -21,7 +21,7 @@ PREFIX = "PACELINE_"
 HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
 # The least and the most that settings may be; timeouts in seconds.
 BOUNDS: tuple[tuple[float, float | None, tuple[str, ...]], ...] = (
-    (0, None, ("max_queue", "drain_timeout")),
+    (0, None, ("max_queue", "max_stored_responses", "max_stored_bytes", "drain_timeout")),
     (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout")),
     (0.1, None, ("request_timeout", "body_timeout")),
     (0, 65_535, ("port",)),
@@ -52,6 +52,8 @@ class ServerConfig(EngineOptions):
     max_completion_tokens: int | None = option(None, LIMITS, "Longest answer; left out: the context's rest.")
     max_choices: int = option(64, LIMITS, "Most answers of one request: its prompts times n.")
     max_grammar_bytes: int = option(65_536, LIMITS, "Largest schema, expression, list of choices or grammar.")
+    max_stored_responses: int = option(1000, LIMITS, "Responses that are kept to be continued or read again.")
+    max_stored_bytes: int = option(2**26, LIMITS, "The most memory that they take.")
     request_timeout: float = option(600.0, LIMITS, "Seconds after which a request is given up.")
     body_timeout: float = option(30.0, LIMITS, "Seconds a client has to send a request's body.")
     drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")

@@ -160,6 +160,7 @@ class Choice:
                 "queue_s": started_at - self.added_at,
                 "prefill_s": first_at - started_at,
                 "decode_s": time.monotonic() - first_at,
+                "stop": text.stopped_by,
                 "stats": asdict(self.stats),
             }
             said |= {"end": request.finish_reason.value, "usage": usage}

@@ -1,5 +1,5 @@
 """What every request passes: a name, a key, a bound on its body; and a line in the log when it is over.
-Invariant: whatever happens inside, the client gets an answer in OpenAI's shape, and exactly one line is
+Invariant: whatever happens inside, the client gets an answer in its protocol's shape, and exactly one line is
 logged, without any of the client's words. How long a key's comparison takes says nothing about the keys:
 every key is compared in full, by digest.
 """
@@ -28,7 +28,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 STATUS_OF_THE_GONE = 499  # for the log alone
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/")
-NO_KEY = "there is no valid API key in the request; send the header Authorization: Bearer KEY"
+NO_KEY = "there is no valid API key in the request; send Authorization: Bearer KEY or x-api-key: KEY"
 
 
 class Keys:
@@ -81,7 +81,8 @@ class Logged:
             log_error("request failed", error, request_id=name)
             if not state["status"]:
                 what = "the server made a mistake; its log has the request id"
-                await ApiError(500, what, "internal_error").response()(scope, receive, send_named)
+                answer = ApiError(500, what, "internal_error").response(scope["path"])
+                await answer(scope, receive, send_named)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")  # the route, not what the client typed
             self.metrics.count("http_requests", 1, route, str(state["status"]))
@@ -105,7 +106,9 @@ class Guarded:
 
         try:
             is_guarded = needs_key(scope["path"]) and scope["method"] != "OPTIONS"
-            if is_guarded and not self.keys.allow(headers.get("authorization")):
+            shown = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+            scope["state"]["owner"] = _digest(shown.partition(" ")[2].strip())
+            if is_guarded and not self.keys.allow(shown):
                 raise ApiError(401, NO_KEY, "invalid_api_key")
             length = headers.get("content-length", "0")
             if length.isascii() and length.isdigit():
@@ -114,7 +117,7 @@ class Guarded:
                 body = await self._body(scope, receive)
                 unread.append({"type": "http.request", "body": body, "more_body": False})
         except ApiError as error:
-            return await error.response()(scope, receive, send)
+            return await error.response(scope["path"])(scope, receive, send)
         return await self.app(scope, replay, send)
 
     def _check_size(self, num_bytes: int) -> None:

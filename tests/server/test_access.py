@@ -21,6 +21,9 @@ from tests.server.harness import WAIT_S, Server, as_stranger, launch
 ROUTES = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/resp_1"),
+    ("DELETE", "/v1/responses/resp_1"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/v1/no/such/route"),

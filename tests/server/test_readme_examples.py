@@ -1,4 +1,6 @@
-"""The README's server examples, as printed, against a live server: curl and the official client."""
+"""The server examples of the README and of docs/serve.md, as printed, against a live server: curl and the
+official clients.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.server.harness import WAIT_S, Server
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+BLOCKS = [
+    block
+    for document in ("README.md", "docs/serve.md")
+    for block in re.findall(
+        r"^```(sh|py)\n(.*?)^```", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+]
+COMMANDS = [
+    line for kind, body in BLOCKS if kind == "sh" for line in body.splitlines() if line.startswith("curl")
+]
 
 
-def block(language: str, server: Server) -> str:
-    """The one block of a language, with the address of the server that runs."""
-    (body,) = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    return str(body).replace("http://127.0.0.1:8000", server.url)
+def test_there_is_an_example_of_each_protocol() -> None:
+    code = "\n".join(body for kind, body in BLOCKS if kind == "py")
+    for call in ("client.chat.completions.create", "client.responses.create", "client.messages.stream"):
+        assert call in code
+    assert len(COMMANDS) == 4
 
 
-def test_curl_gets_an_answer(default_server: Server) -> None:
-    (command,) = [line for line in block("sh", default_server).splitlines() if line.startswith("curl")]
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[2])
+def test_curl_gets_an_answer(default_server: Server, command: str) -> None:
+    command = command.replace("http://127.0.0.1:8000", default_server.url)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=WAIT_S, check=True)
     answer = json.loads(done.stdout)
-    assert answer["choices"][0]["message"]["content"].strip()
-    assert answer["usage"]["completion_tokens"] <= 24
+    usage = answer["usage"]
+    assert 0 < usage.get("completion_tokens", usage.get("output_tokens")) <= 24
 
 
-def test_the_official_client_streams_an_answer(default_server: Server) -> None:
-    code = [sys.executable, "-c", block("py", default_server)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=WAIT_S, check=True)
+@pytest.mark.parametrize("code", [body for kind, body in BLOCKS if kind == "py"])
+def test_the_official_clients_stream_an_answer(default_server: Server, code: str) -> None:
+    code = code.replace("http://127.0.0.1:8000", default_server.url)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
     assert done.stdout.strip()
