@@ -121,10 +121,19 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
-    """A config of this kind; an option it does not have is an error that names it."""
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+def check_names(kind: type, options: Mapping[str, Any], owner: str) -> None:
+    """An option that this kind of config does not have is an error that names it."""
+    known = [f.name for f in fields(kind)]
     for name in options:
         if name not in known:
             raise ConfigError(f"{owner} has no option {name!r}; {nearest(str(name), known)}")
+
+
+def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
+    check_names(kind, options, owner)
     return kind(**options)
+
+
+def unboxed(value: Any) -> Any:
+    """A number of numpy or torch as Python's own; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

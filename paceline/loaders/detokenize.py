@@ -7,18 +7,21 @@ become a stop string, are held back. Invariant: without a stop, `finish` makes i
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from paceline.loaders.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """`min_tokens`: the first that many tokens can complete no stop string."""
+    """`min_tokens`: the first that many tokens can complete no stop string; `hidden`: those that are no part
+    of the text, the special ones unless given."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
-    ) -> None:
-        self._token_bytes, self._hidden = tokenizer.token_bytes, tokenizer.special_ids
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0,
+        hidden: Container[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_ids if hidden is None else hidden
         self._strips_space = tokenizer.strips_leading_space
         self._stop, self._include_stop = tuple(stop), include_stop
         self._num_unstoppable = min_tokens
@@ -27,7 +30,11 @@ class Detokenizer:
         self._taken: list[str] = []  # settled text that `take` has returned
         self._new: list[str] = []  # settled since
         self._tail = ""  # decoded, but maybe the beginning of a stop string
-        self.is_stopped = False
+        self.stopped_by = ""  # the stop string that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     def push(self, token: int) -> bool:
         """Add a token; True if it completed a stop string. Tokens after that change nothing."""
@@ -81,7 +88,7 @@ class Detokenizer:
             _, start, stop = min(((at + len(s), at, s) for at, s in found if at >= 0), default=(0, 0, ""))
             if stop:
                 self._settle(start + len(stop) * self._include_stop)
-                self._tail, self.is_stopped = "", True
+                self._tail, self.stopped_by = "", stop
                 return
         # held back: the longest end of the tail that begins a stop string
         num_held = min(max(map(len, self._stop), default=1) - 1, len(self._tail))

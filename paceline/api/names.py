@@ -1,0 +1,93 @@
+"""vLLM's names for an engine's options, beside our own.
+
+One rule: what has a meaning here is obeyed; what only tunes vLLM's own machinery is ignored, and that is said
+once; what would change the answers or where they are computed, and is not done here, is refused with the
+remedy. A value that asks for nothing (None, False, 0, one device) is never refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import require
+
+# Sizes and habits of vLLM's scheduler, graphs, processes and logs.
+TUNING = (
+    "enforce_eager", "swap_space", "cpu_offload_gb", "disable_log_stats", "disable_log_requests",
+    "block_size", "max_seq_len_to_capture", "enable_chunked_prefill", "num_gpu_blocks_override",
+    "compilation_config",
+    "disable_custom_all_reduce", "disable_async_output_proc", "disable_cascade_attn", "async_scheduling",
+    "max_parallel_loading_workers", "distributed_executor_backend", "scheduling_policy", "max_logprobs",
+    "max_num_partial_prefills", "served_model_name", "prefix_caching_hash_algo", "attention_backend",
+)  # fmt: skip
+PARALLEL = "the model runs on one device here; use 1"
+OWN = "the model's own is used; leave it out"
+FOLDER = "download that revision and give its folder as model"
+REFUSED = {  # with the remedy, and beside None and False the value that asks for nothing
+    "tensor_parallel_size": (PARALLEL, 1),
+    "pipeline_parallel_size": (PARALLEL, 1),
+    "data_parallel_size": (PARALLEL, 1),
+    "enable_expert_parallel": (PARALLEL, False),
+    "trust_remote_code": ("code of a model is never run; paceline models --check says what is known", False),
+    "tokenizer_mode": (OWN, "auto"),
+    "tokenizer_revision": (FOLDER, None),
+    "skip_tokenizer_init": ("texts and end tokens need it; give prompt_token_ids all the same", False),
+    "revision": (FOLDER, None),
+    "code_revision": (FOLDER, None),
+    "download_dir": ("set the variable HF_HOME, or give a folder as model", None),
+    "hf_token": ("set the variable HF_TOKEN", None),
+    "hf_overrides": ("edit config.json in a folder of the model", {}),
+    "enable_lora": ("there are no adapters; merge it into the weights", False),
+    "runner": ("only text is generated", "auto"),
+    "task": ("only text is generated", "auto"),
+    "logits_processors": ("give functions as SamplingParams(logits_processors=[...])", []),
+    "override_generation_config": ("give SamplingParams", {}),
+    "limit_mm_per_prompt": ("prompts are text alone", {}),
+}
+DTYPES = {"half": "float16", "float": "float32"}
+READ = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4")  # from the files
+
+
+def to_ours(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an LLM with vLLM's names translated, left out or refused."""
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in REFUSED:
+            remedy, nothing = REFUSED[name]
+            is_nothing = value is None or value is False or (value == nothing and value is not True)
+            require(is_nothing, name, value, remedy)
+        elif name == "tokenizer":
+            require(value in (None, options.get("model")), name, value, OWN)
+        elif name == "quantization":
+            remedy = "a checkpoint's own format is read from its files; dtype='int8' or 'int4' quantizes here"
+            require(value is None or value in READ, name, value, remedy)
+        elif name == "gpu_memory_utilization":
+            _share_of_memory(value, options, made)
+        elif name not in TUNING:
+            made[name] = value
+    if ignored := [name for name in TUNING if options.get(name)]:
+        warnings.warn(f"{', '.join(ignored)}: tunes vLLM alone, and is ignored here", stacklevel=3)
+    if "dtype" in made:  # torch's own types have such names, too
+        dtype = str(made["dtype"]).removeprefix("torch.")
+        made["dtype"] = DTYPES.get(dtype, dtype)
+    if made.get("load_format") in ("safetensors", "gguf"):
+        made["load_format"] = "auto"
+    config = made.get("speculative_config")
+    if isinstance(config, Mapping) and config.get("draft_tensor_parallel_size") in (None, 1):
+        made["speculative_config"] = {k: v for k, v in config.items() if k != "draft_tensor_parallel_size"}
+    return made
+
+
+def _share_of_memory(share: Any, options: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """Of a GPU, less the weights: for the KV cache. A CPU's cache is made as large as its requests need."""
+    from paceline.runtime.backend import resolve
+
+    is_usable = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+    require(is_usable, "gpu_memory_utilization", share, "use a number above 0, at most 1")
+    if "kv_cache_memory" in options:
+        raise ConfigError("gpu_memory_utilization and kv_cache_memory exclude each other; use one of them")
+    if resolve(str(options.get("device", "auto"))).type != "cpu":
+        made["kv_cache_memory"] = min(float(share), 0.99)
