@@ -1,7 +1,6 @@
 """How a conversation becomes a prompt: vLLM's options of `LLM.chat`, and the model's chat template.
 
-Invariant: what an option asks for is done, or refused by name: a template that knows no tools never swallows
-them.
+Invariant: what an option asks for is done, or refused by name: a template that knows no tools swallows none.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.content import plain_messages, text_of
+from paceline.core.content import for_plain_template, plain_messages, text_of
 from paceline.core.errors import RequestError
 from paceline.core.options import require
 from paceline.loaders.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
+TAKEN = ("messages", "template", "chat_template", "tools", "add_generation_prompt")
 FORMATS = ("auto", "string", "openai")
 
 
@@ -36,11 +36,14 @@ class ChatOptions:
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         is_both = self.continue_final_message and self.add_generation_prompt
         require(not is_both, "continue_final_message", True, "it needs add_generation_prompt=False")
-        for name in ("tools", "chat_template_kwargs"):
-            kind, value = (Mapping, "a dict") if name == "chat_template_kwargs" else (Sequence, "a list")
-            given = getattr(self, name)
-            is_usable = given is None or (isinstance(given, kind) and not isinstance(given, str))
-            require(is_usable, name, given, f"give {value}, or None")
+        tools, more = self.tools or (), self.chat_template_kwargs or {}
+        is_list = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+        require(is_list, "tools", tools, "give a list of dicts, or None")
+        require(isinstance(more, Mapping), "chat_template_kwargs", more, "give a dict, or None")
+        taken = next((name for name in more if name in TAKEN), None)
+        require(taken is None, "chat_template_kwargs", more, f"{taken} has an option of its own")
+        is_text = isinstance(self.chat_template, str | None)
+        require(is_text, "chat_template", self.chat_template, "give the template's text, or None")
 
     def written(self, tokenizer: Tokenizer, messages: Conversation) -> str:
         """The conversation as the template writes it."""
@@ -49,11 +52,12 @@ class ChatOptions:
         if not any(message["content"] or message.get("tool_calls") for message in plain):
             raise RequestError("the conversation is empty; give at least one message with content")
         template = self.chat_template or tokenizer.chat_template
-        if self.tools and template is not None and "tools" not in template:
-            remedy = "describe them in the system message, or give a chat_template that writes them"
-            raise RequestError(f"the chat template knows no tools; {remedy}")
-        variables = {"add_generation_prompt": self.add_generation_prompt, "tools": self.tools or None}
-        text = tokenizer.chat(plain, template=template, **variables, **(self.chat_template_kwargs or {}))
+        knows_tools = template is None or "tools" in template
+        shown = plain if knows_tools else for_plain_template(plain, self.tools)
+        variables = dict(self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt)
+        if knows_tools:
+            variables["tools"] = self.tools or None
+        text = tokenizer.chat(shown, template=template, **variables)
         return _up_to(text, text_of(plain[-1]["content"])) if self.continue_final_message else text
 
 

@@ -56,7 +56,7 @@ class LLM:
         self._dropped: list[Request] = []
         self._is_stepping = False
         self._lock = threading.RLock()
-        self.options = from_options(EngineOptions, to_ours(chosen), "LLM")
+        self.options = EngineOptions(**to_ours(chosen))
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
         self.context = built.context  # what further drafters would be made with
@@ -116,9 +116,9 @@ class LLM:
         """Answer one conversation or several, through the model's own chat template. A text is a conversation
         of one message. options: see ChatOptions (api/chat.py)."""
         refuse_adapter(lora_request)
-        many: Any = messages
-        if not messages or isinstance(messages, str | Mapping) or isinstance(messages[0], Mapping):
-            many = [messages]
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_several = is_list and messages and not isinstance(messages[0], Mapping | str)
+        many: Any = messages if is_several else [messages]
         prompts = [self._encode_chat(each, options) for each in many]
         each = zip(prompts, per_prompt(sampling_params, len(prompts)), strict=True)
         return self._run(((prompt, own, 0) for prompt, own in each), use_tqdm)

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import require
+from paceline.core.options import check_names, require
 
 # Sizes and habits of vLLM's scheduler, graphs, processes and logs.
 TUNING = (
@@ -64,11 +65,12 @@ def to_ours(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "quantization":
             remedy = "a checkpoint's own format is read from its files; dtype='int8' or 'int4' quantizes here"
             require(value is None or value in READ, name, value, remedy)
-        elif name == "gpu_memory_utilization":
-            _share_of_memory(value, options, made)
         elif name not in TUNING:
             made[name] = value
-    if ignored := [name for name in TUNING if options.get(name)]:
+    ignored = [name for name in TUNING if options.get(name)]
+    if (share := made.pop("gpu_memory_utilization", None)) is not None:
+        ignored += [] if _take_share(share, made) else ["gpu_memory_utilization"]
+    if ignored:
         warnings.warn(f"{', '.join(ignored)}: tunes vLLM alone, and is ignored here", stacklevel=3)
     if "dtype" in made:  # torch's own types have such names, too
         dtype = str(made["dtype"]).removeprefix("torch.")
@@ -78,16 +80,21 @@ def to_ours(options: Mapping[str, Any]) -> dict[str, Any]:
     config = made.get("speculative_config")
     if isinstance(config, Mapping) and config.get("draft_tensor_parallel_size") in (None, 1):
         made["speculative_config"] = {k: v for k, v in config.items() if k != "draft_tensor_parallel_size"}
+    others = (*TUNING, *REFUSED, "tokenizer", "quantization", "gpu_memory_utilization")
+    check_names(EngineOptions, made, "LLM", others)
     return made
 
 
-def _share_of_memory(share: Any, options: Mapping[str, Any], made: dict[str, Any]) -> None:
-    """Of a GPU, less the weights: for the KV cache. A CPU's cache is made as large as its requests need."""
+def _take_share(share: Any, options: dict[str, Any]) -> bool:
+    """Of a GPU's memory, less the weights: for the KV cache. A CPU's is as large as its requests need, and
+    this is False."""
     from paceline.runtime.backend import resolve
 
     is_usable = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
     require(is_usable, "gpu_memory_utilization", share, "use a number above 0, at most 1")
-    if "kv_cache_memory" in options:
+    if options.get("kv_cache_memory") is not None:
         raise ConfigError("gpu_memory_utilization and kv_cache_memory exclude each other; use one of them")
-    if resolve(str(options.get("device", "auto"))).type != "cpu":
-        made["kv_cache_memory"] = min(float(share), 0.99)
+    is_gpu = resolve(str(options.get("device", "auto"))).type != "cpu"
+    if is_gpu:
+        options["kv_cache_memory"] = min(float(share), 0.99)
+    return is_gpu

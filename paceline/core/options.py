@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeGuard, TypeVar, get_origin, get_type_hints
 
@@ -121,12 +121,13 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def check_names(kind: type, options: Mapping[str, Any], owner: str) -> None:
-    """An option that this kind of config does not have is an error that names it."""
+def check_names(kind: type, options: Iterable[str], owner: str, others: Iterable[str] = ()) -> None:
+    """An option that this kind of config does not have is an error that names the nearest one, also of the
+    others that are known."""
     known = [f.name for f in fields(kind)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"{owner} has no option {name!r}; {nearest(str(name), known)}")
+            raise ConfigError(f"{owner} has no option {name!r}; {nearest(str(name), [*known, *others])}")
 
 
 def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
