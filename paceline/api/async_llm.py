@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.api.inbox import Inbox, result_of
 from paceline.api.intake import Prompt, per_prompt, refuse_adapter
 from paceline.api.llm import CLOSED, LLM
 from paceline.api.options import EngineOptions
-from paceline.api.results import Inbox, Result, result_of
+from paceline.api.results import Result
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.options import is_whole, require
 from paceline.core.params import RequestOutputKind, SamplingParams

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.api.build import build
 from paceline.api.chat import ChatOptions, Conversation
+from paceline.api.inbox import Inbox, result_of
 from paceline.api.intake import Encoded, Intake, Params, Prompt, as_list, per_prompt, refuse_adapter
 from paceline.api.names import to_ours
 from paceline.api.options import EngineOptions
 from paceline.api.progress import progress
-from paceline.api.results import Chunk, Inbox, Result, Token, result_of
+from paceline.api.results import Chunk, Result, Token
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import from_options, is_whole
 from paceline.core.params import SamplingParams
