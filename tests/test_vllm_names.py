@@ -356,6 +356,8 @@ def test_numbers_and_names_of_sampling_params() -> None:
     for options, message in (
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"best_of": 4}, "ask for n"),
+        ({"use_beam_search": True}, "no beam search"),
+        ({"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "two names"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"prompt_logprobs": True}, "prompt_logprobs is True"),
         ({"max_tokens": np.array([1, 2])}, "max_tokens is array"),
@@ -373,6 +375,8 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"trust_remote_code": True}, "never run"),
     ({"quantization": "fp8"}, "dtype='int8'"),
     ({"revision": "v2"}, "give its folder"),
+    ({"hf_token": "hf_abc"}, "hf_token is '***'; set the variable"),
+    ({"task": "embed"}, "only write text"),
     ({"download_dir": "/tmp"}, "HF_HOME"),
     ({"tokenizer": "gpt2"}, "the model's own"),
     ({"enable_lora": True}, "no adapters"),
@@ -394,7 +398,13 @@ def test_engine_options_that_are_refused(tiny_folder: Path, options: dict[str, A
 
 
 def test_engine_options_that_are_taken(tiny_folder: Path) -> None:
-    nothing = {"tokenizer": str(tiny_folder), "quantization": None, "revision": None, "swap_space": 0}
+    nothing = {
+        "tokenizer": str(tiny_folder),
+        "quantization": None,
+        "revision": None,
+        "swap_space": 0,
+        "task": "generate",
+    }
     meant = {"dtype": torch.float32, "load_format": "safetensors", "max_num_seqs": np.int64(3), "seed": 5}
     said = []
     for more in ({"enforce_eager": True, "device": "cpu", "gpu_memory_utilization": 0.5}, {}):

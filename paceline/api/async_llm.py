@@ -20,7 +20,7 @@ from paceline.api.intake import Prompt, per_prompt, refuse_adapter
 from paceline.api.llm import CLOSED, LLM
 from paceline.api.options import EngineOptions
 from paceline.api.results import Result
-from paceline.core.errors import PacelineError, RequestError
+from paceline.core.errors import RequestError
 from paceline.core.options import is_whole, require
 from paceline.core.params import RequestOutputKind, SamplingParams
 from paceline.loaders.tokenizer import Tokenizer
@@ -144,13 +144,14 @@ class AsyncLLM:
         failure: Exception = RequestError(CLOSED)
         try:
             while calls := self._wait():
-                for call in calls:
-                    self._begin(call)
-                if self.llm.engine.has_work:
-                    self.llm._pump()
-                for call in calls:
-                    if call.inboxes:
-                        self._report(call)
+                with self.llm._lock:
+                    for call in calls:
+                        self._begin(call)
+                    if self.llm.engine.has_work:
+                        self.llm._pump()
+                    for call in calls:
+                        if call.inboxes:
+                            self._report(call)
         except Exception as error:  # a fault of ours: the engine's state may be wrong now
             failure = error
         with self._work:
@@ -173,7 +174,7 @@ class AsyncLLM:
                 call.num_seen = [0] * len(requests)
             if call.is_aborted:
                 self._forget(call)
-        except PacelineError as error:
+        except Exception as error:  # whatever is wrong with it, the others go on
             self._forget(call)
             call.tell(error)
 

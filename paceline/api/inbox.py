@@ -25,6 +25,7 @@ class Inbox:
     tokenizer: Tokenizer
     prompt: str | None = None  # as the user wrote it
     emissions: list[Emission] = field(default_factory=list)
+    _scores: list[Logprobs | None] | None = None  # of the prompt: they are the same in every result
 
     @property
     def detokenizer(self) -> Detokenizer:
@@ -63,9 +64,9 @@ class Inbox:
         return self.detokenizer.stopped_by or (last if is_listed else None)
 
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
-        if self.request.params.prompt_logprobs is None:
-            return None
-        return [None, *map(self._by_token, self.request.scores)]
+        if self._scores is None and self.request.params.prompt_logprobs is not None:
+            self._scores = [None, *map(self._by_token, self.request.scores)]
+        return self._scores
 
 
 def result_of(group: Sequence[Inbox], outputs: list[Completion], request_id: str | None = None) -> Result:

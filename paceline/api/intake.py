@@ -76,6 +76,7 @@ class Intake:
         # each bad word as it is spelled at the start of a text and after a space
         spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         bad = [tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings]
+        hidden, has_scores = self._hidden(params), params.prompt_logprobs is not None
         for index in range(params.n):
             own_seed = child_seed(seed, index)
             request = Request(f"{name}.{index}", params, list(tokens), len(tokens), own_seed, priority)
@@ -84,10 +85,10 @@ class Intake:
             # A grammar that has ended can only be followed by an end token, so it is not ignored there.
             request.stop_ids = stops if params.ignore_eos and request.constraint is None else ends | stops
             request.banned_until_min = ends | stops if params.min_tokens else frozenset()
-            hidden = self._hidden(params)
             request.text_stop = Detokenizer(self.tokenizer, *stop, params.min_tokens, hidden)
             if requests:  # they have one prompt, which is scored once
-                request.leader, request.params = requests[0], replace(params, prompt_logprobs=None)
+                request.leader = requests[0]
+                request.params = replace(params, prompt_logprobs=None) if has_scores else params
             requests.append(request)
         return requests
 

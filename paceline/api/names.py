@@ -13,14 +13,13 @@ from typing import Any
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import check_names, require
+from paceline.core.options import check_names, require, without
 
 # Sizes and habits of vLLM's scheduler, graphs, processes and logs.
 TUNING = (
     "enforce_eager", "swap_space", "cpu_offload_gb", "disable_log_stats", "disable_log_requests",
     "block_size", "max_seq_len_to_capture", "enable_chunked_prefill", "num_gpu_blocks_override",
-    "compilation_config",
-    "disable_custom_all_reduce", "disable_async_output_proc", "disable_cascade_attn", "async_scheduling",
+    "compilation_config", "disable_custom_all_reduce", "disable_async_output_proc", "async_scheduling",
     "max_parallel_loading_workers", "distributed_executor_backend", "scheduling_policy", "max_logprobs",
     "max_num_partial_prefills", "served_model_name", "prefix_caching_hash_algo", "attention_backend",
 )  # fmt: skip
@@ -42,8 +41,8 @@ REFUSED = {  # with the remedy, and beside None and False the value that asks fo
     "hf_token": ("set the variable HF_TOKEN", None),
     "hf_overrides": ("edit config.json in a folder of the model", {}),
     "enable_lora": ("there are no adapters; merge it into the weights", False),
-    "runner": ("only text is generated", "auto"),
-    "task": ("only text is generated", "auto"),
+    "runner": ("models only write text", ("auto", "generate")),
+    "task": ("models only write text", ("auto", "generate")),
     "logits_processors": ("give functions as SamplingParams(logits_processors=[...])", []),
     "override_generation_config": ("give SamplingParams", {}),
     "limit_mm_per_prompt": ("prompts are text alone", {}),
@@ -54,19 +53,13 @@ READ = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"
 
 def to_ours(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an LLM with vLLM's names translated, left out or refused."""
-    made: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in REFUSED:
-            remedy, nothing = REFUSED[name]
-            is_nothing = value is None or value is False or (value == nothing and value is not True)
-            require(is_nothing, name, value, remedy)
-        elif name == "tokenizer":
-            require(value in (None, options.get("model")), name, value, OWN)
-        elif name == "quantization":
-            remedy = "a checkpoint's own format is read from its files; dtype='int8' or 'int4' quantizes here"
-            require(value is None or value in READ, name, value, remedy)
-        elif name not in TUNING:
-            made[name] = value
+    secret = {"hf_token": "***"} if isinstance(options.get("hf_token"), str) else {}
+    left = without(REFUSED, {**options, **secret})
+    made = {name: value for name, value in left.items() if name not in TUNING}
+    tokenizer, kind = made.pop("tokenizer", None), made.pop("quantization", None)
+    require(tokenizer in (None, options.get("model")), "tokenizer", tokenizer, OWN)
+    remedy = "a checkpoint's own format is read from its files; dtype='int8' or 'int4' quantizes here"
+    require(kind is None or kind in READ, "quantization", kind, remedy)
     ignored = [name for name in TUNING if options.get(name)]
     if (share := made.pop("gpu_memory_utilization", None)) is not None:
         ignored += [] if _take_share(share, made) else ["gpu_memory_utilization"]

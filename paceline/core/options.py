@@ -135,6 +135,18 @@ def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
     return kind(**options)
 
 
+def without(refused: Mapping[str, tuple[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options but for those refused ones that ask for nothing: None, False, or what stands behind the
+    remedy, one value or a tuple of them. Others are errors with the remedy."""
+    for name in refused.keys() & options.keys():
+        remedy, nothing = refused[name]
+        value = options[name]
+        many = nothing if isinstance(nothing, tuple) else (nothing,)
+        is_nothing = value is None or value is False or (value in many and value is not True)
+        require(is_nothing, name, value, remedy)
+    return {name: value for name, value in options.items() if name not in refused}
+
+
 def unboxed(value: Any) -> Any:
     """A number of numpy or torch as Python's own; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

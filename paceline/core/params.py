@@ -16,19 +16,19 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import brief, check_names, from_options, is_whole, require, unboxed
+from paceline.core.options import brief, check_names, from_options, is_whole, require, unboxed, without
 
 T = TypeVar("T")
 # Changes the logits [vocab] of the token after `output`, and returns them. Either form of
 # f(output, logits) and f(prompt, output, logits), with token ids as lists.
 Processor = Callable[..., Any]
-# Names of vLLM's that mean something which is not done here.
-REFUSED = {
-    "best_of": "ranked answers are not made here; ask for n and rank them by cumulative_logprob",
-    "use_beam_search": "there is no beam search; ask for n samples",
-    "length_penalty": "there is no beam search; ask for n samples",
-    "early_stopping": "there is no beam search; ask for n samples",
-    "extra_args": "there is no plug-in that would read them; leave it out",
+SAMPLES = "there is no beam search; ask for n samples"
+REFUSED = {  # vLLM's, with the remedy and the value that asks for nothing
+    "best_of": ("ranked answers are not made here; ask for n, and rank them by cumulative_logprob", 1),
+    "use_beam_search": (SAMPLES, False),
+    "length_penalty": (SAMPLES, 1.0),
+    "early_stopping": (SAMPLES, False),
+    "extra_args": ("no plug-in would read them; leave it out", {}),
 }
 
 
@@ -41,15 +41,15 @@ class RequestOutputKind(enum.Enum):
 
 
 def known_names(kind: type[T]) -> type[T]:
-    """A dataclass whose constructor refuses an unknown name with the nearest known one."""
+    """A dataclass whose constructor refuses an unknown name with the nearest known one; `guided_decoding` is
+    the old one of structured_outputs."""
     made: Any = kind.__init__
 
     @wraps(made)
-    def init(self: T, *values: Any, **options: Any) -> None:
-        for name in REFUSED.keys() & options.keys():
-            if options.pop(name) not in (None, False, 1):
-                raise ConfigError(f"{kind.__name__} takes no {name}: {REFUSED[name]}")
+    def init(self: T, *values: Any, **given: Any) -> None:
+        options = without(REFUSED, given)
         if (old := options.pop("guided_decoding", None)) is not None:
+            require(options.get("structured_outputs") is None, "guided_decoding", old, "it has two names")
             options["structured_outputs"] = old
         check_names(kind, options, kind.__name__)
         made(self, *values, **options)
