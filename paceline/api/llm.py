@@ -28,6 +28,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.engine.commit import Emission
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.runtime.backend import give_back
 
 Asked = tuple[Encoded, SamplingParams, int]  # and its priority
 Bar = bool | Callable[..., Any]
@@ -82,11 +83,15 @@ class LLM:
     def close(self) -> None:
         """Stop what is still running and give back all memory; whatever is asked after that is refused."""
         with self._lock:
+            if "engine" not in vars(self):
+                return
+            device = self.engine.executor.device
             for inbox in list(self._inboxes.values()):
                 self._drop(inbox.request)
             for name in HELD:
-                vars(self).pop(name, None)
+                vars(self).pop(name)
         gc.collect()  # parts of an engine know each other
+        give_back(device)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
