@@ -202,7 +202,7 @@ def test_thousands_of_choices(tiny: LLM) -> None:
 
 def test_more_logprobs_than_tokens(tiny: LLM) -> None:
     (entry,) = tiny.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=1000))[0].outputs[0].logprobs or []
-    assert len(entry.top) == tiny.checkpoint.config.vocab_size
+    assert len(entry) == tiny.checkpoint.config.vocab_size
 
 
 def test_threads_share_an_llm(tiny: LLM) -> None:
@@ -306,9 +306,10 @@ def test_closing_ends_what_is_running(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), progress=False)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
+    kv = llm.engine.executor.kv
     llm.close()
     assert list(stream) == []
-    assert llm.engine.executor.kv.num_used == 0
+    assert kv.num_used == 0
 
 
 def test_priorities_are_one_a_prompt(tiny: LLM) -> None:
@@ -408,7 +409,7 @@ def test_bad_prompts_are_named(tiny: LLM) -> None:
     for messages in ([], [{"role": "user", "content": ""}]):
         with pytest.raises(RequestError, match="conversation is empty"):
             tiny.chat(messages)
-    with pytest.raises(ConfigError, match="params is"):
+    with pytest.raises(ConfigError, match="sampling_params is"):
         tiny.stream("a", {"temperature": 0})  # type: ignore[arg-type]
     bad_calls: list[tuple[Any, ...]] = [
         (5,),
@@ -418,10 +419,12 @@ def test_bad_prompts_are_named(tiny: LLM) -> None:
         ("a", {"temperature": 0}),
         ("a", None, 3),
         (["a", "b"], None, ["x", 1]),
+        (["a", "b"], None, [True, 1]),
     ]
-    for call in bad_calls:
+    for prompts, *params in bad_calls:
+        priority = params.pop() if len(params) == 2 else None
         with pytest.raises(PacelineError, match="give"):
-            tiny.generate(*call)
+            tiny.generate(prompts, *params, priority=priority)
     assert not tiny.engine.has_work
 
 

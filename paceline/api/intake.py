@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import itertools
 import operator
+import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.grammar import GrammarCompiler, GrammarConstraint
 from paceline.core.noise import child_seed
-from paceline.core.options import brief
+from paceline.core.options import brief, require, unboxed
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.loaders.detokenize import Detokenizer
@@ -22,6 +23,7 @@ from paceline.loaders.tokenizer import Tokenizer
 
 # A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": [...]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 FORMS = "give a text, token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
 
 
@@ -35,6 +37,7 @@ class Intake:
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
+    seeds: random.Random | None = None  # of the requests that have none of their own, where one was chosen
     _grammars: GrammarCompiler | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -52,6 +55,9 @@ class Intake:
         """One request for each of the n completions; the later ones share the first one's prompt blocks."""
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
+        if params.truncate_prompt_tokens is not None:
+            cut = params.truncate_prompt_tokens
+            tokens = tokens[-(self.max_model_len - 1 if cut < 0 else cut) :]
         self.check_ids("prompt", tokens)
         for field_name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             self.check_ids(field_name, getattr(params, field_name) or ())
@@ -59,6 +65,8 @@ class Intake:
         most = dict.fromkeys(("max_tokens", "min_tokens", "num_speculative_tokens"), self.max_model_len)
         most["top_k"] = self.vocab_size
         high: dict[str, Any] = {name: n for name, n in most.items() if (getattr(params, name) or 0) > n}
+        if self.seeds is not None and params.seed is None:
+            high["seed"] = self.seeds.getrandbits(63)
         params = replace(params, **high) if high else params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         name = f"r{next(self._ids)}"
@@ -68,6 +76,7 @@ class Intake:
         # each bad word as it is spelled at the start of a text and after a space
         spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         bad = [tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings]
+        hidden, has_scores = self._hidden(params), params.prompt_logprobs is not None
         for index in range(params.n):
             own_seed = child_seed(seed, index)
             request = Request(f"{name}.{index}", params, list(tokens), len(tokens), own_seed, priority)
@@ -76,10 +85,22 @@ class Intake:
             # A grammar that has ended can only be followed by an end token, so it is not ignored there.
             request.stop_ids = stops if params.ignore_eos and request.constraint is None else ends | stops
             request.banned_until_min = ends | stops if params.min_tokens else frozenset()
-            request.text_stop = Detokenizer(self.tokenizer, *stop, min_tokens=params.min_tokens)
-            request.leader = requests[0] if requests else None
+            request.text_stop = Detokenizer(self.tokenizer, *stop, params.min_tokens, hidden)
+            if requests:  # they have one prompt, which is scored once
+                request.leader = requests[0]
+                request.params = replace(params, prompt_logprobs=None) if has_scores else params
             requests.append(request)
         return requests
+
+    def _hidden(self, params: SamplingParams) -> Container[int] | None:
+        """Tokens that are no part of the text. Where special ones are shown, the end token that ended it is
+        as little a part of it as a stop string."""
+        if not params.detokenize:
+            return range(self.vocab_size)
+        if params.skip_special_tokens:
+            return None
+        is_shown = params.ignore_eos or params.include_stop_str_in_output
+        return frozenset() if is_shown else self.tokenizer.eos_ids
 
     def constraint(self, params: SamplingParams) -> GrammarConstraint | None:
         """The grammar of a request at its beginning."""
@@ -99,12 +120,18 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    prompts = _listed(prompts)
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestError(f"the prompt is {prompts!r:.40}; {FORMS}, or a list of them")
-    many = list(prompts)
+    many = [unboxed(each) for each in prompts]
     if not many:
         raise RequestError(f"there is no prompt; {FORMS}, or a list of them")
     return many if isinstance(many[0], Iterable) else [many]
+
+
+def _listed(values: Any) -> Any:
+    """An array of numpy or torch as lists; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _from_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, list[int] | None]:
@@ -115,19 +142,36 @@ def _from_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, list[int] | No
     if other is not None or not prompt:
         what = "is empty" if other is None else f"has the key {other!r:.40}"
         raise RequestError(f"the prompt {what}; give {{'prompt': text}} or {{'prompt_token_ids': [...]}}")
-    text = prompt.get("prompt")
-    if not isinstance(text, str | None) or (text is None and "prompt_token_ids" not in prompt):
+    text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if not isinstance(text, str | None) or (text is None and tokens is None):
         raise RequestError(f"the prompt is {text!r:.40}; give a text in {{'prompt': text}}")
-    return text, _token_ids(prompt["prompt_token_ids"]) if "prompt_token_ids" in prompt else None
+    return text, None if tokens is None else _token_ids(tokens)
 
 
 def _token_ids(prompt: Any) -> list[int]:
+    prompt = _listed(prompt)
     if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable):
         raise RequestError(f"the prompt is {prompt!r:.40}; give a list of token ids")
-    tokens = list(prompt)
+    tokens = [unboxed(token) for token in prompt]
     try:
         if any(isinstance(token, bool) for token in tokens):
             raise TypeError
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise RequestError(f"the prompt holds {tokens!r:.40}; give a text or a list of token ids") from None
+
+
+def refuse_adapter(given: object) -> None:
+    require(given is None, "lora_request", given, "there are no adapters; merge it into the weights")
+
+
+def per_prompt(params: Params, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        remedy = "give a SamplingParams, or a list with one for each prompt"
+        raise ConfigError(f"sampling_params is {params!r:.60}; {remedy}")
+    if len(params) != count:
+        found = f"{len(params)} SamplingParams for {count} prompts"
+        raise ConfigError(f"there are {found}; give one, or one for each")
+    return list(params)

@@ -1,57 +1,52 @@
-"""LLM: text in, text out. Batches, chats and streams all go through one engine, and may be interleaved."""
+"""LLM: text in, text out. Batches, chats and streams all go through one engine, and may be interleaved.
+
+Invariant: whoever waits for an answer steps the engine, for all requests alike. So a stream that is not read
+holds up no other: it is written on with the others' steps, at most up to its max_tokens, and is read from its
+inbox later. Closing or forgetting it stops it.
+"""
 
 from __future__ import annotations
 
+import gc
+import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.api.build import build
-from paceline.api.intake import Encoded, Intake, Prompt, as_list
+from paceline.api.chat import ChatOptions, Conversation
+from paceline.api.inbox import Inbox, result_of
+from paceline.api.intake import Encoded, Intake, Params, Prompt, as_list, per_prompt, refuse_adapter
+from paceline.api.names import to_ours
 from paceline.api.options import EngineOptions
-from paceline.api.results import Chunk, Completion, Result, Token
+from paceline.api.progress import progress
+from paceline.api.results import Chunk, Result, Token
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.options import from_options
+from paceline.core.options import from_options, is_whole
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.engine.commit import Emission
-from paceline.engine.stats import SpecStats
-from paceline.loaders.detokenize import Detokenizer
+from paceline.loaders.tokenizer import Tokenizer
+from paceline.runtime.backend import give_back
 
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
-Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 Asked = tuple[Encoded, SamplingParams, int]  # and its priority
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """All that was emitted for a request."""
-
-    request: Request
-    stats: SpecStats
-    emissions: list[Emission] = field(default_factory=list)
-
-    @property
-    def detokenizer(self) -> Detokenizer:
-        assert isinstance(self.request.text_stop, Detokenizer)
-        return self.request.text_stop
-
-    def completion(self, index: int) -> Completion:
-        request = self.request
-        assert request.finish_reason is not None
-        self.detokenizer.finish()
-        logprobs = [each for emission in self.emissions for each in emission.logprobs]
-        shown = None if request.params.logprobs is None else logprobs
-        text, tokens = self.detokenizer.text, request.output
-        return Completion(text, tokens, request.finish_reason, shown, self.stats, index, request.error)
+Bar = bool | Callable[..., Any]
+HELD = ("engine", "checkpoint", "tokenizer", "context", "_intake")  # what `close` gives back
+CLOSED = "the LLM is closed; make a new one"
+ABSENT = dict.fromkeys(
+    ("embed", "classify", "score", "reward"), "it only writes text; log-probabilities come with generate"
+) | {
+    "encode": "for token ids use get_tokenizer().encode(text)",
+    "beam_search": "ask generate for SamplingParams(n=...)",
+}
 
 
 class LLM:
     """A model, and drafters that make it faster without changing what it says.
 
-    Takes the fields of EngineOptions (api/options.py) as keywords, or one EngineOptions in the model's place.
+    Takes the fields of EngineOptions (api/options.py) as keywords, or one EngineOptions in the model's place;
+    vLLM's names by the rule of api/names.py: obeyed, ignored with a word, or refused with the remedy.
     """
 
     def __init__(self, model: str | EngineOptions = "default", **options: Any) -> None:
@@ -59,16 +54,25 @@ class LLM:
             chosen = {f.name: getattr(model, f.name) for f in fields(model)} | options
         else:
             chosen = {"model": model, **options}
-        self.options = from_options(EngineOptions, chosen, "LLM")
+        self._inboxes: dict[str, Inbox] = {}
+        self._dropped: list[Request] = []
+        self._is_stepping = False
+        self._lock = threading.RLock()
+        self.options = EngineOptions(**to_ours(chosen))
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
         self.context = built.context  # what further drafters would be made with
         vocab_size, length = self.checkpoint.config.vocab_size, self.engine.config.max_model_len
-        self._intake = Intake(self.tokenizer, vocab_size, length)
-        self._inboxes: dict[str, _Inbox] = {}
-        self._dropped: list[Request] = []
-        self._is_stepping = False
-        self._lock = threading.RLock()
+        seeds = None if self.options.seed is None else random.Random(self.options.seed)
+        self._intake = Intake(self.tokenizer, vocab_size, length, seeds)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in HELD and "_lock" in vars(self):
+                raise RequestError(CLOSED)
+            known = f"; {ABSENT[name]}" if name in ABSENT else ""
+            raise AttributeError(f"an LLM has no {name!r}{known}")
 
     def __enter__(self) -> LLM:
         return self
@@ -77,69 +81,99 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop what is still running and give back its memory."""
+        """Stop what is still running and give back all memory; whatever is asked after that is refused."""
         with self._lock:
+            if "engine" not in vars(self):
+                return
+            device = self.engine.executor.device
             for inbox in list(self._inboxes.values()):
                 self._drop(inbox.request)
+            for name in HELD:
+                vars(self).pop(name)
+        gc.collect()  # parts of an engine know each other
+        give_back(device)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What counts where none are given."""
+        return SamplingParams()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, priority: Sequence[int] | None = None
-    ) -> list[Result]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
+        use_tqdm: Bar = False, lora_request: None = None, priority: Sequence[int] | None = None,
+    ) -> list[Result]:  # fmt: skip
         """Complete raw prompts (each a text, token ids, or vLLM's mapping), all of them together. A failed
         request carries its error; alone, it raises. priority: one number a prompt; lower runs first."""
+        refuse_adapter(lora_request)
         many = [self._intake.encode(prompt) for prompt in as_list(prompts)]
         ranks = [0] * len(many) if priority is None else priority
         is_list = isinstance(ranks, Sequence) and len(ranks) == len(many)
-        if not is_list or not all(isinstance(rank, int) for rank in ranks):
+        if not is_list or not all(is_whole(rank) for rank in ranks):
             remedy = f"give one whole number for each of the {len(many)} prompts"
             raise ConfigError(f"priority is {priority!r:.40}; {remedy}")
-        return self._run(zip(many, _per_prompt(params, len(many)), ranks, strict=True))
+        return self._run(zip(many, per_prompt(sampling_params, len(many)), ranks, strict=True), use_tqdm)
 
-    def chat(self, messages: Conversation | Sequence[Conversation], params: Params = None) -> list[Result]:
-        """Answer one conversation or several, through the model's own chat template."""
-        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [Encoded(None, self._encode_chat(m)) for m in many]  # type: ignore[arg-type]
-        each = zip(prompts, _per_prompt(params, len(prompts)), strict=True)
-        return self._run((prompt, own, 0) for prompt, own in each)
+    def chat(
+        self, messages: str | Conversation | Sequence[Conversation], sampling_params: Params = None, *,
+        use_tqdm: Bar = False, lora_request: None = None, **options: Any,
+    ) -> list[Result]:  # fmt: skip
+        """Answer one conversation or several, through the model's own chat template. A text is a conversation
+        of one message. options: see ChatOptions (api/chat.py)."""
+        refuse_adapter(lora_request)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_several = is_list and messages and not isinstance(messages[0], Mapping | str)
+        many: Any = messages if is_several else [messages]
+        prompts = [self._encode_chat(each, options) for each in many]
+        each = zip(prompts, per_prompt(sampling_params, len(prompts)), strict=True)
+        return self._run(((prompt, own, 0) for prompt, own in each), use_tqdm)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
-        (params,) = _per_prompt(params, 1)
+        return self._begin(self._intake.encode(prompt), sampling_params)
+
+    def stream_chat(
+        self, messages: str | Conversation, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Chunk]:
+        """Answer a conversation piece by piece."""
+        return self._begin(self._encode_chat(messages, options), sampling_params)
+
+    def _begin(self, prompt: Encoded, params: SamplingParams | None) -> Iterator[Chunk]:
+        (params,) = per_prompt(params, 1)
         if params.n != 1:
             raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
-        encoded = self._intake.encode(prompt)
-        return self._stream(encoded, self._requests(encoded, params)[0])
+        return self._stream(prompt, self._requests(prompt, params)[0])
 
-    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Answer a conversation piece by piece."""
-        return self.stream(self._encode_chat(messages), params)
-
-    def _encode_chat(self, messages: Conversation) -> list[int]:
-        if not messages or not any(message.get("content") for message in messages):
-            raise RequestError("the conversation is empty; give at least one message with content")
-        return self.tokenizer.encode_chat(messages)
+    def _encode_chat(self, messages: Any, options: Mapping[str, Any]) -> Encoded:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        text = from_options(ChatOptions, options, "chat").written(self.tokenizer, messages)
+        # The template writes the BOS itself where the model wants one.
+        return Encoded(text, self.tokenizer.encode(text, add_special=False))
 
     def _requests(self, prompt: Encoded, params: SamplingParams, priority: int = 0) -> list[Request]:
         requests = self._intake.requests(prompt.tokens, params, priority)
         self.engine.check_fits(requests[0])
         return requests
 
-    def _run(self, asked: Iterable[Asked]) -> list[Result]:
+    def _run(self, asked: Iterable[Asked], use_tqdm: Bar) -> list[Result]:
         groups = [(prompt, self._requests(prompt, params, rank)) for prompt, params, rank in asked]
-        inboxes = self._add([r for _, group in groups for r in group])
-        try:
-            for inbox in inboxes:
-                while not inbox.request.is_finished:
-                    self._pump()
-        finally:
-            for inbox in inboxes:
-                self._drop(inbox.request)
+        with progress(use_tqdm, len(groups)) as show:
+            made = self._add(groups)
+            inboxes = [inbox for group in made for inbox in group]
+            try:
+                for inbox in inboxes:
+                    while not inbox.request.is_finished:
+                        self._pump()
+                        if show is not None:
+                            show(sum(all(i.request.is_finished for i in group) for group in made))
+            finally:
+                for inbox in inboxes:
+                    self._drop(inbox.request)
         if any(inbox.request.finish_reason is FinishReason.ABORT for inbox in inboxes):
             raise RequestError("the LLM was closed while it was generating; make a new one")
-        left, results = iter(inboxes), []
-        for prompt, group in groups:
-            outputs = [next(left).completion(index) for index in range(len(group))]
-            results.append(Result(prompt.text, prompt.tokens, outputs))
+        results = [result_of(g, [inbox.completion(i) for i, inbox in enumerate(g)]) for g in made]
         failed = results[0].outputs[0].error if len(results) == 1 else None
         if failed is not None:
             raise failed
@@ -147,7 +181,7 @@ class LLM:
 
     def _stream(self, prompt: Encoded, request: Request) -> Iterator[Chunk]:
         request.is_streamed = True
-        (inbox,) = self._add([request])
+        ((inbox,),) = self._add([(prompt, [request])])
         try:
             is_finished, num_seen = False, 0
             while not is_finished:
@@ -163,26 +197,29 @@ class LLM:
             if request.error is not None:
                 raise request.error
             if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
-                result = Result(prompt.text, prompt.tokens, [inbox.completion(0)])
+                result = result_of([inbox], [inbox.completion(0)])
                 yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
         finally:
             self._drop(request)
 
-    def _add(self, requests: Sequence[Request]) -> list[_Inbox]:
+    def _add(self, groups: Iterable[tuple[Encoded, Sequence[Request]]]) -> list[list[Inbox]]:
+        """One group of inboxes a prompt."""
         with self._lock:
             made = []
-            for request in requests:
-                self.engine.add(request)
-                made.append(_Inbox(request, self.engine.stats[request.id]))
-                self._inboxes[request.id] = made[-1]
+            for prompt, requests in groups:
+                for request in requests:
+                    self.engine.add(request)
+                    stats = self.engine.stats[request.id]
+                    self._inboxes[request.id] = Inbox(request, stats, self.tokenizer, prompt.text)
+                made.append([self._inboxes[request.id] for request in requests])
             return made
 
     def _pump(self) -> None:
         """One step of the engine, for all that wait."""
         with self._lock:
-            self._is_stepping = True
+            engine, self._is_stepping = self.engine, True
             try:
-                for emission in self.engine.step():
+                for emission in engine.step():
                     self._inboxes[emission.request.id].emissions.append(emission)
             finally:
                 self._is_stepping = False
@@ -201,15 +238,3 @@ class LLM:
         texts = [self.tokenizer.token_text(t) for t in emission.tokens]
         sources = [*emission.sources, *[None] * (len(texts) - len(emission.sources))]
         return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
-
-
-def _per_prompt(params: Params, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        remedy = "give a SamplingParams, or a list with one for each prompt"
-        raise ConfigError(f"params is {params!r:.60}; {remedy}")
-    if len(params) != count:
-        found = f"{len(params)} SamplingParams for {count} prompts"
-        raise ConfigError(f"there are {found}; give one, or one for each")
-    return list(params)

@@ -6,10 +6,10 @@ line and the server's settings are made from the metadata here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from paceline.core.options import EngineConfig, is_whole, option, require
+from paceline.core.options import EngineConfig, is_whole, option, require, unboxed
 
 ENGINE, SPECULATION, MEMORY = "Engine", "Speculation", "Memory"  # panels of --help
 
@@ -41,10 +41,16 @@ class EngineOptions:
     max_num_seqs: int = option(16, MEMORY, "Answers written at the same time; more wait.")
     max_num_batched_tokens: int = option(512, MEMORY, "Tokens in one pass of the model.")
     enable_prefix_caching: bool = option(True, MEMORY, "Keep the K/V of prompts for others that begin alike.")
+    seed: int | None = None  # each request that has none draws its own from it, in order
     kernels: str = "exact"  # "torch": the reference decoder that the compiled kernels are tested against
     progress: bool = True  # say on stderr what takes long while the model is read
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, value := unboxed(getattr(self, each.name)))
+            if isinstance(each.default, bool):
+                require(isinstance(value, bool), each.name, value, "use True or False")
+        require(self.seed is None or is_whole(self.seed), "seed", self.seed, "use a whole number, or None")
         remedy = "give a path, 'default' or a Hugging Face name"
         require(isinstance(self.model, str) and bool(self.model), "model", self.model, remedy)
         if self.max_model_len is not None:

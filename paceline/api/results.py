@@ -1,4 +1,4 @@
-"""What the user gets back: text, ids, why it ended, and how speculation went."""
+"""What the user gets back: text, ids, why it ended, and how speculation went, by vLLM's names and ours."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ class Token(NamedTuple):
     source: str | None  # the drafter that guessed it, None if it is the target's own
 
 
+class Logprob(NamedTuple):
+    logprob: float  # of the target's raw logits, before any sampling option
+    rank: int  # 1 for the most likely token
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]  # by token: the chosen one first, then the likeliest
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None  # None: it goes on
+    logprobs: list[Logprobs] | None
     stats: SpecStats
     index: int = 0
     error: PacelineError | None = None  # set with finish_reason "error"
+    cumulative_logprob: float | None = None  # where logprobs were asked for
+    stop_reason: int | str | None = None  # the stop string or the one of stop_token_ids that ended it
+    token_logprobs: list[TokenLogprobs] | None = None  # the same as logprobs, a tuple a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,10 @@ class Result:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion] = field(default_factory=list)  # n of them
+    request_id: str = ""
+    finished: bool = True
+    prompt_logprobs: list[Logprobs | None] | None = None  # None for the first token: nothing comes before it
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def text(self) -> str:
@@ -42,7 +58,7 @@ class Result:
         return self.outputs[0].token_ids
 
     @property
-    def finish_reason(self) -> FinishReason:
+    def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
 
     @property

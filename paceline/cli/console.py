@@ -220,7 +220,7 @@ def on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[No
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    logprobs = completion.logprobs
+    logprobs = completion.token_logprobs
     told = None if logprobs is None else [entry._asdict() for entry in logprobs]
     said = {"text": completion.text, "token_ids": list(completion.token_ids)}
     more = {"finish_reason": completion.finish_reason, "logprobs": told}

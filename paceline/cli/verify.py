@@ -221,8 +221,8 @@ def _logprob(llm: paceline.LLM, context: Sequence[Any], token: int) -> float:
     chosen: dict[str, Any] = {"allowed_token_ids": (token,), "max_tokens": 1, "logprobs": 1}
     params = SamplingParams(temperature=0, ignore_eos=True, num_speculative_tokens=0, **chosen)
     (result,) = llm.generate([list(context)], params)
-    assert result.outputs[0].logprobs, "asked for"
-    return float(result.outputs[0].logprobs[0].logprob)
+    assert result.outputs[0].cumulative_logprob is not None, "asked for"
+    return result.outputs[0].cumulative_logprob
 
 
 def first_difference(prompt: str, plain: list[int], drafted: list[int], spell: Spell) -> Difference | None:

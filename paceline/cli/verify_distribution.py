@@ -66,7 +66,7 @@ def survey(llm: LLM) -> Landscape:
 def _likely(llm: LLM, contexts: list[list[int]]) -> list[Row]:
     plain: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "num_speculative_tokens": 0}
     results = llm.generate(contexts, SamplingParams(max_tokens=1, logprobs=WIDTH, **plain))
-    return [list(entry.top) for result in results for entry in result.outputs[0].logprobs or ()]
+    return [list(entry.top) for result in results for entry in result.outputs[0].token_logprobs or ()]
 
 
 def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, torch.Tensor]:

@@ -24,9 +24,9 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
     request, cache = one.request, one.request.cache
     known = request.tokens[cache.num_cached : cache.num_cached + one.num_new]
     if draft is None:
-        return Segment(known, cache, None, 0)
+        return Segment(known, cache, None, 0, None, one.num_scored)
     if len(draft.tree.tokens) == 1:
-        return Segment(known, cache, None, 1, request.pick)
+        return Segment(known, cache, None, 1, request.pick, one.num_scored)
     root, pick = one.num_new - 1, None if draft.q and request.is_sampled else request.pick
     parents = [*range(-1, root - 1), *(root + parent for parent in draft.tree.parents)]
     return Segment([*known, *draft.tree.tokens[1:]], cache, parents, len(draft.tree.tokens), pick)
@@ -39,7 +39,7 @@ def build(segments: Sequence[Segment], device: Any = "cpu", moves: Moves | None 
     picks: list[Pick] | None = []
     width = max((len(segment.cache.blocks) for segment in segments), default=0) or 1
     zeros = [0] * width
-    for index, (tokens, cache, local, num_logits, pick) in enumerate(segments):
+    for index, (tokens, cache, local, num_logits, pick, num_scored) in enumerate(segments):
         first, count, base = len(ids), len(tokens), cache.num_cached
         ids += tokens
         if count == 1:  # by far the commonest
@@ -61,10 +61,10 @@ def build(segments: Sequence[Segment], device: Any = "cpu", moves: Moves | None 
         prefixes.append(base)
         tables += cache.blocks
         tables += zeros[len(cache.blocks) :]
-        rows += range(first + count - num_logits, first + count)
+        rows += range(first + count - num_logits - num_scored, first + count)
         if cache.states:
             _add_states(columns, cache, range(first, first + count), max(num_logits, 1))
-        if num_logits and picks is not None:
+        if num_logits + num_scored and picks is not None:
             if pick is None:  # one row that needs more than a pick: the host chooses everywhere
                 picks = None
             else:

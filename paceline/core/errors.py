@@ -30,3 +30,7 @@ class RequestError(PacelineError, ValueError):
 
 class GrammarError(PacelineError, ValueError):
     """A schema, regex or grammar that does not compile or can never be satisfied."""
+
+
+class ProcessorError(GrammarError):
+    """A logits processor of the request that raised, or returned something else than logits."""

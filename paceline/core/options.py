@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeGuard, TypeVar, get_origin, get_type_hints
 
@@ -121,10 +121,32 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
-    """A config of this kind; an option it does not have is an error that names it."""
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+def check_names(kind: type, options: Iterable[str], owner: str, others: Iterable[str] = ()) -> None:
+    """An option that this kind of config does not have is an error that names the nearest one, also of the
+    others that are known."""
+    known = [f.name for f in fields(kind)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"{owner} has no option {name!r}; {nearest(str(name), known)}")
+            raise ConfigError(f"{owner} has no option {name!r}; {nearest(str(name), [*known, *others])}")
+
+
+def from_options(kind: type[T], options: Mapping[str, Any], owner: str) -> T:
+    check_names(kind, options, owner)
     return kind(**options)
+
+
+def without(refused: Mapping[str, tuple[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options but for those refused ones that ask for nothing: None, False, or what stands behind the
+    remedy, one value or a tuple of them. Others are errors with the remedy."""
+    for name in refused.keys() & options.keys():
+        remedy, nothing = refused[name]
+        value = options[name]
+        many = nothing if isinstance(nothing, tuple) else (nothing,)
+        is_nothing = value is None or value is False or (value in many and value is not True)
+        require(is_nothing, name, value, remedy)
+    return {name: value for name, value in options.items() if name not in refused}
+
+
+def unboxed(value: Any) -> Any:
+    """A number of numpy or torch as Python's own; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

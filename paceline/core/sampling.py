@@ -2,8 +2,8 @@
 
 Invariant: everything here is a function of one row of logits and one path, so a token's distribution does not
 depend on the batch, the draft or the drafter. Target and drafter call the same functions: p and q are both
-*after* every option. Order: grammar, allowed ids, bad words, min tokens, bias, penalties | temperature,
-min-p, top-k, top-p.
+*after* every option. Order: the request's own processors, grammar, allowed ids, bad words, min tokens, bias,
+penalties | temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.errors import GrammarError, ModelError
+from paceline.core.errors import GrammarError, ModelError, ProcessorError
 from paceline.core.noise import Noise, Purpose
-from paceline.core.params import SamplingParams
+from paceline.core.params import Processor, SamplingParams, takes_prompt
 from paceline.core.types import Draft, Pick, Request, TokenLogprobs
 
 NEVER = -math.inf
@@ -32,6 +32,8 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
     if not has_options:
         return logits
     logits = logits.float().clone()
+    for processor in params.logits_processors:
+        logits = _apply(processor, request, path, logits)
     if request.constraint is not None:
         logits[~request.constraint.allowed().to(logits.device)] = NEVER
     if params.allowed_token_ids is not None:
@@ -60,6 +62,23 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
     return logits
 
 
+def _apply(processor: Processor, request: Request, path: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """It may change the logits in place, but must return them."""
+    prompt, output = request.tokens[: request.num_prompt], [*request.tokens[request.num_prompt :], *path]
+    name = getattr(processor, "__name__", type(processor).__name__)
+    place = f"request {request.id}: after {len(output)} tokens its logits processor {name}"
+    try:
+        made = processor(prompt, output, logits) if takes_prompt(processor) else processor(output, logits)
+    except Exception as error:  # the user's own code may raise anything
+        raise ProcessorError(f"{place} raised {type(error).__name__}: {error!s:.200}; correct it") from error
+    if not isinstance(made, torch.Tensor) or made.shape != logits.shape:
+        found = f"a tensor {list(made.shape)}" if isinstance(made, torch.Tensor) else f"{made!r:.40}"
+        raise ProcessorError(f"{place} returned {found}; return the logits, a tensor {list(logits.shape)}")
+    if not bool((made < math.inf).all()):
+        raise ProcessorError(f"{place} returned NaN or +inf; use finite numbers, or -inf to ban a token")
+    return made.to(logits)
+
+
 def not_finite(request: Request) -> ModelError:
     causes = "its file is damaged, or it overflows in this precision"
     return ModelError(f"request {request.id}: the model's logits are not finite; {causes}")
@@ -78,7 +97,8 @@ def _has_options(request: Request) -> bool:
     params = request.params
     is_limited = request.constraint is not None or params.allowed_token_ids is not None
     is_penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    return bool(is_limited or is_penalized or request.bad_sequences or params.min_tokens or params.logit_bias)
+    is_changed = params.min_tokens or params.logit_bias or params.logits_processors
+    return bool(is_limited or is_penalized or request.bad_sequences or is_changed)
 
 
 def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
@@ -120,7 +140,8 @@ def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) 
 def pick_of(request: Request, draft: Draft) -> Pick | None:
     """What a device needs to choose as `choose` does; None where options or q need more than raw logits."""
     params = request.params
-    if _has_options(request) or params.logprobs is not None or (draft.q and request.is_sampled):
+    is_reported = params.logprobs is not None or params.prompt_logprobs is not None
+    if _has_options(request) or is_reported or (draft.q and request.is_sampled):
         return None
     if params.is_greedy:
         return Pick(0.0, 0)
@@ -132,4 +153,4 @@ def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs
     scores = logits.double().log_softmax(0)
     top = scores.topk(min(num_top, scores.numel())) if num_top else None
     pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
-    return TokenLogprobs(token, float(scores[token]), pairs)
+    return TokenLogprobs(token, float(scores[token]), pairs, int((scores > scores[token]).sum()) + 1)

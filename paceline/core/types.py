@@ -9,6 +9,7 @@ request.
 from __future__ import annotations
 
 import enum
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class TokenLogprobs(NamedTuple):
     token: int
     logprob: float  # of the target's raw logits, before any sampling option
     top: tuple[tuple[int, float], ...]  # the k most likely (token, logprob), most likely first
+    rank: int  # 1 for the most likely token
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Request:
     num_preemptions: int = 0
     pick: Pick | None = None  # set when the engine takes it, where raw logits are enough to choose tokens
     num_prefix_hits: int = 0  # prompt tokens whose K/V were there already when it first ran
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens from the second on
 
     @property
     def is_seeded(self) -> bool:
@@ -110,6 +113,17 @@ class Request:
     def is_sampled(self) -> bool:
         """Whether drafts are sampled from q; else what the target would choose is drafted."""
         return self.params.seed is None and not self.params.is_greedy
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are wanted and not there yet: each needs the logits of
+        the token before it, so those must be computed and not found in a cache."""
+        return 0 if self.params.prompt_logprobs is None else self.num_prompt - 1 - len(self.scores)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of its output; the context may hold less."""
+        return sys.maxsize if self.params.max_tokens is None else self.params.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -138,9 +152,16 @@ class ScheduledRequest:
     num_lookahead_tokens: int = 0  # draft nodes it may add: slots are reserved for them
     # All known tokens will be computed: the last is a root, and a token is chosen after it.
     is_caught_up: bool = field(init=False)
+    # Of them the last before the root, or before the end of this part of the prompt: each gives the
+    # log-probability of the token after it.
+    num_scored: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.is_caught_up = self.num_new == len(self.request.tokens) - self.request.cache.num_cached
+        cached = self.request.cache.num_cached
+        self.is_caught_up = self.num_new == len(self.request.tokens) - cached
+        if self.request.num_unscored:
+            end = min(cached + self.num_new, self.request.num_prompt - 1)
+            self.num_scored = max(end - max(cached, len(self.request.scores)), 0)
 
     @property
     def num_tokens_with_spec(self) -> int:
@@ -208,6 +229,7 @@ class Segment(NamedTuple):
     parents: Sequence[int] | None = None  # local index of each row's parent, -1 for the first; None: a chain
     num_logits: int = 1  # logits are wanted for the last `num_logits` rows
     pick: Pick | None = None  # a device that can chooses the tokens there itself
+    num_scored: int = 0  # rows right before those whose logits are wanted too
 
 
 class ColumnsOf(NamedTuple, Generic[Column]):

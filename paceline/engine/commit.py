@@ -42,6 +42,7 @@ class Commits:
         num_plain = 0
         for index, one in enumerate(record.scheduled):
             request, draft, verdict = one.request, record.drafts[index], record.judged[index]
+            request.scores += record.scores.get(index, ())
             if isinstance(verdict, PacelineError):
                 request.error = verdict
                 self.finish(request, FinishReason.ERROR)
@@ -89,7 +90,7 @@ class Commits:
 
     def _can_end(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether one of these tokens may be the last but for a stop string."""
-        limit = min(request.num_prompt + request.params.max_tokens, self.max_model_len)
+        limit = min(request.num_prompt + request.max_tokens, self.max_model_len)
         is_near = len(request.tokens) + len(tokens) >= limit
         return is_near or request.constraint is not None or not request.stop_ids.isdisjoint(tokens)
 
@@ -97,7 +98,7 @@ class Commits:
         if token in request.stop_ids:
             return FinishReason.STOP
         num_tokens = len(request.tokens)
-        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self.max_model_len:
+        if num_tokens - request.num_prompt >= request.max_tokens or num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         if request.constraint is not None:
             try:

@@ -24,7 +24,7 @@ from paceline.drafters.base import Drafter
 from paceline.engine.scheduler import Scheduler
 from paceline.heads.rows import BurstBackend
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest
+from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest, scores_in
 
 AHEAD = 2  # passes under way at a time, so that a device never waits for the host
 GOING = 0.5  # of a burst's requests: with fewer left in it, another begins
@@ -94,6 +94,7 @@ class PendingPasses:
         record = StepRecord(
             one.scheduled, drafts, judged, self.answers, self.drafting, one.output.hidden, one.output.top
         )
+        record.scores = scores_in(one.scheduled, drafts, one.output)
         record.has_more, record.is_plain = has_more, self.plain_steps > 0
         if is_first and not has_more:
             record.pass_seconds = landed - one.sent
@@ -142,7 +143,7 @@ class PendingBurst:
             return
         expected = num_ahead * (self.parts.length + 1) / 2
         going = [one.request for one in self.scheduled if not one.request.is_finished]
-        wanting = sum(request.params.max_tokens - request.num_output > expected for request in going)
+        wanting = sum(request.max_tokens - request.num_output > expected for request in going)
         if wanting >= GOING * len(self.scheduled) and self.goes_on(self):
             self.burst.more()
 

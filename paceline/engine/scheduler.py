@@ -108,7 +108,7 @@ class Scheduler:
                 continue  # its prompt will be shared
             if leader is not None and request.num_output == 0 and self.kv.states is None:
                 self.kv.fork(leader.cache, cache, request.num_prompt - 1)
-            elif self.config.enable_prefix_caching:
+            elif self.config.enable_prefix_caching and not request.num_unscored:
                 self.kv.adopt_prefix(cache, request.tokens)
             num_shared, num_new = cache.num_cached, min(len(request.tokens) - cache.num_cached, self._budget)
             if not self.kv.reserve(cache, num_shared + num_new):
@@ -126,7 +126,7 @@ class Scheduler:
 
     def num_left(self, request: Request) -> int:
         """Tokens that it may still emit."""
-        left = request.params.max_tokens - request.num_output
+        left = request.max_tokens - request.num_output
         return min(left, self.config.max_model_len - request.num_tokens)
 
     def preempt(self, request: Request) -> None:

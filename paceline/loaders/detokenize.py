@@ -7,18 +7,21 @@ become a stop string, are held back. Invariant: without a stop, `finish` makes i
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from paceline.loaders.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """`min_tokens`: the first that many tokens can complete no stop string."""
+    """`min_tokens`: the first that many tokens can complete no stop string; `hidden`: those that are no part
+    of the text, the special ones unless given."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
-    ) -> None:
-        self._token_bytes, self._hidden = tokenizer.token_bytes, tokenizer.special_ids
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0,
+        hidden: Container[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden: Container[int] = tokenizer.special_ids if hidden is None else hidden
         self._strips_space = tokenizer.strips_leading_space
         self._stop, self._include_stop = tuple(stop), include_stop
         self._num_unstoppable = min_tokens
@@ -27,11 +30,16 @@ class Detokenizer:
         self._taken: list[str] = []  # settled text that `take` has returned
         self._new: list[str] = []  # settled since
         self._tail = ""  # decoded, but maybe the beginning of a stop string
-        self.stopped_by: str | None = None  # the stop string that was completed
+        self.stopped_by: str | None = None  # the stop string that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def show(self, tokens: Collection[int]) -> None:
-        """These special tokens are text, too."""
-        self._hidden = self._hidden.difference(tokens)
+        """These special tokens are text, too, where not all tokens are hidden."""
+        if isinstance(self._hidden, frozenset):
+            self._hidden -= frozenset(tokens)
 
     def push(self, token: int) -> bool:
         """Add a token; True if it completed a stop string. Tokens after that change nothing."""
@@ -44,10 +52,6 @@ class Detokenizer:
             self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
             return self.is_stopped
         return False
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.stopped_by is not None
 
     @property
     def text(self) -> str:

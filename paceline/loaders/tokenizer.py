@@ -74,8 +74,17 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
 
     @property
+    def chat_template(self) -> str | None:
+        return self._source.chat_template
+
+    @property
     def has_chat_template(self) -> bool:
         return self._source.chat_template is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Of several end tokens the first, by transformers' name."""
+        return next(iter(self._source.eos_ids), None)
 
     @property
     def vocab_size(self) -> int:
@@ -122,15 +131,26 @@ class Tokenizer:
         """The whole tokenizer in the tokenizer.json format."""
         return str(self._backend.to_str())
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The messages as the model's chat template writes them; `variables`: see chat_template.render."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, **variables: Any
+    ) -> str:
+        """The messages as the model's chat template writes them, or another; `variables`: see
+        chat_template.render."""
         from paceline.loaders.chat_template import render
 
-        if self._source.chat_template is None:
+        template = template or self._source.chat_template
+        if template is None:
             raise ConfigError("the model has no chat template; use generate with a plain prompt, or pass one")
-        bos = self._end_token("bos", self.bos_id)
-        eos = self._end_token("eos", next(iter(self._source.eos_ids), None))
-        return render(self._source.chat_template, messages, bos_token=bos, eos_token=eos, **variables)
+        bos, eos = self._end_token("bos", self.bos_id), self._end_token("eos", self.eos_token_id)
+        return render(template, messages, bos_token=bos, eos_token=eos, **variables)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool = True,
+        add_generation_prompt: bool = False, **variables: Any,
+    ) -> str | list[int]:  # fmt: skip
+        """By transformers' name and defaults."""
+        text = self.chat(conversation, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special=False) if tokenize else text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         # The template writes the BOS itself where the model wants one.

@@ -172,6 +172,12 @@ def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def give_back(device: torch.device) -> None:
+    """Memory of a GPU that nothing holds any more: torch keeps it for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def device_name(device: torch.device) -> str:
     """What a person would call it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.accept import accept, follow
 from paceline.core.errors import PacelineError
-from paceline.core.sampling import not_finite
-from paceline.core.types import Answers, Draft, Output, ScheduledRequest, Seen, Verdict
+from paceline.core.sampling import logprobs_of, not_finite
+from paceline.core.types import Answers, Draft, Output, ScheduledRequest, Seen, TokenLogprobs, Verdict
 from paceline.core.watch import Watch
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ class StepRecord:
     pass_seconds: float | None = None  # of the pass alone; None where it cannot be told
     seconds: float | None = None  # from the commit before to this one; None where that is not known
     verdicts: dict[int, Verdict] = field(default_factory=dict)  # what was committed
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of tokens of prompts
 
     def seen(self) -> list[Seen]:
         """What drafters may learn, of each request that goes on. Call after the commit."""
         found, first, first_row = [], 0, 0
         for index, (one, draft) in enumerate(zip(self.scheduled, self.drafts, strict=True)):
             nodes = 0 if draft is None else len(draft.tree.tokens)
+            first += one.num_scored
             end, end_row = first + nodes, first_row + one.num_new + max(nodes - 1, 0)
             if not one.request.is_finished:
                 top = self.top[first:end] if self.top is not None and draft is not None else None
@@ -73,6 +75,7 @@ def judge(
     judged: list[Judged] = []
     picked, first = output.picked if watch is None else None, 0  # row of the logits
     for one, draft in zip(scheduled, drafts, strict=True):
+        first += one.num_scored
         nodes = slice(first, first + (0 if draft is None else len(draft.tree.tokens)))
         found: Judged = None
         if draft is not None and not one.request.is_finished:
@@ -88,3 +91,18 @@ def judge(
         judged.append(found)
         first = nodes.stop
     return judged
+
+
+def scores_in(
+    scheduled: Scheduled, drafts: Sequence[Draft | None], output: Output
+) -> dict[int, list[TokenLogprobs]]:
+    """Log-probabilities of the prompts' tokens that a pass has scored, by request."""
+    found, first = {}, 0  # row of the logits
+    for index, (one, draft) in enumerate(zip(scheduled, drafts, strict=True)):
+        request, count = one.request, one.num_scored
+        if count and not request.is_finished:
+            place, num_top = len(request.scores) + 1, request.params.prompt_logprobs or 0
+            tokens, rows = request.tokens[place : place + count], output.logits[first : first + count]
+            found[index] = [logprobs_of(row, t, num_top) for row, t in zip(rows, tokens, strict=True)]
+        first += count + (0 if draft is None else len(draft.tree.tokens))
+    return found

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from paceline.core.content import for_plain_template
 from paceline.core.errors import ConfigError
 from paceline.core.options import brief, nearest
 from paceline.core.params import SamplingParams
@@ -124,7 +125,7 @@ class Translator(NamedTuple):
         if effort == "none":
             options["enable_thinking"] = False
         return {
-            "messages": messages if has_tools else tooling.for_plain_template(messages, tools),
+            "messages": messages if has_tools else for_plain_template(messages, tools),
             "tools": tools if tools and has_tools else None,
             "add_generation_prompt": body.add_generation_prompt is not False,
             "template_options": options | (body.chat_template_kwargs or {}),

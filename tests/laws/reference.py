@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
@@ -49,6 +50,9 @@ def constrained(
     allowed: Allowed | None = None,
 ) -> np.ndarray:
     logits = np.array(raw, np.float32)
+    for processor in params.logits_processors:
+        known = ([*prompt], [*output]) if processor.__code__.co_argcount == 3 else ([*output],)
+        logits = processor(*known, torch.from_numpy(logits)).numpy()
     if allowed is not None:
         logits[~allowed(output)] = -np.inf
     if params.allowed_token_ids is not None:

@@ -30,8 +30,18 @@ VOCAB, PROMPT = 5, [3, 1, 2]
 END = 4  # ends a text where an option says so
 LENGTH = 3  # tokens compared: two drafted and one more
 
+
+def by_last(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """The user's own: what was said last becomes less likely, and one token cannot follow it."""
+    if output:
+        logits[output[-1]] -= 1.0
+        logits[(output[-1] + 1) % len(logits)] = -torch.inf
+    return logits
+
+
 OPTIONS = {
     "plain": {},
+    "processor": {"logits_processors": (by_last,)},
     "cold": {"temperature": 0.6},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.8},

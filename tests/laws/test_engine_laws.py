@@ -5,14 +5,17 @@ for token.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.cli.verify import NEAR_TIE
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import logprobs_of
 from paceline.drafters.registry import DRAFTERS
 from paceline.engine.engine import Engine
 from tests.heads import random_head, random_mlp, with_mtp
@@ -181,6 +184,19 @@ def test_every_registered_drafter_is_under_the_law() -> None:
     assert {options["method"] for options in EVERY.values()} == set(DRAFTERS)
 
 
+def halves(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Bans every other token, by the last one said, and changes the rest; in place."""
+    logits[(output[-1] if output else 0) % 2 :: 2] = -torch.inf
+    return logits.mul_(0.5)
+
+
+def by_length(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Prefers what stands in the prompt at this place; makes new logits."""
+    wanted = torch.zeros_like(logits)
+    wanted[prompt[len(output) % len(prompt)]] = 3.0
+    return logits + wanted
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_k": {"top_k": 5},
@@ -196,6 +212,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ends": {"logit_bias": {END: 3.0}},
     "stop_id": {"stop_token_ids": (11, 23), "logit_bias": {11: 3.0}},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {END: 3.0}},
+    "processors": {"logits_processors": (halves, by_length)},
     "all": {
         "top_k": 20,
         "top_p": 0.9,
@@ -204,6 +221,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.3,
         "frequency_penalty": 0.2,
         "min_tokens": 3,
+        "logits_processors": (by_length,),
     },
 }
 
@@ -397,6 +415,56 @@ def test_logprobs_are_those_of_plain_decoding(drafter: str | None) -> None:
         ]
         assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
     assert all(x.top[0][1] >= x.logprob and len(x.top) == 3 for row in found for x in row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "staged", "auto hybrid", "SampledTree"])
+def test_scores_of_prompts_are_the_targets_own(drafter: str | None, temperature: float) -> None:
+    """In a batch with others, in chunks, with a prefix that is cached already, and after preemptions: the
+    log-probability of each token of a prompt is that of the reference, and the text is what it is anyway.
+    """
+    shared = prompts(1, low=40, high=60, seed=3)[0]
+    texts = [[*shared, *tail] for tail in prompts(6, low=2, high=9, seed=4)]
+    plain = SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True)
+    engine = make(drafter, num_blocks=22, max_num_batched_tokens=23, max_model_len=150)
+    run(engine, [request_of(shared, plain)])  # leaves its blocks
+    requests = [
+        request_of(text, replace(plain, prompt_logprobs=3) if i % 3 else plain, seed=i)
+        for i, text in enumerate(texts)
+    ]
+    run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert [r.output for r in requests] == [expected(r) for r in requests]
+    for request, text in zip(requests, texts, strict=True):
+        if request.params.prompt_logprobs is None:
+            assert request.scores == []
+            continue
+        rows = [torch.from_numpy(model(text[:i])) for i in range(1, len(text))]
+        wanted = [logprobs_of(row, token, 3) for row, token in zip(rows, text[1:], strict=True)]
+        assert [score.token for score in request.scores] == text[1:]
+        if EXACT:
+            assert request.scores == wanted
+        else:
+            pairs = zip(request.scores, wanted, strict=True)
+            assert all(abs(mine.logprob - theirs.logprob) < 1e-4 for mine, theirs in pairs)
+
+
+def fails_after_six(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    if len(output) >= 6:
+        raise ValueError("no more")
+    return logits
+
+
+@pytest.mark.parametrize("drafter", [None, "draft_model_twin", "draft_model_twin_tree", "staged"])
+def test_a_processor_that_fails_ends_its_request_as_in_plain_decoding(drafter: str | None) -> None:
+    texts = prompts(2, high=20, seed=2)
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    failing = request_of(texts[0], replace(params, logits_processors=[fails_after_six]))
+    other = request_of(texts[1], params)
+    run(make(drafter), [failing, other])
+    assert failing.output == expected(request_of(texts[0], params))[:6]
+    assert "fails_after_six raised ValueError: no more" in str(failing.error)
+    assert other.output == expected(other)
 
 
 def test_prefix_cache_hits_change_nothing_and_do_happen() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.server.tools import for_plain_template, forced_schema
+from paceline.core.content import for_plain_template
+from paceline.server.tools import forced_schema
 
 
 def test_a_plain_template_is_told_of_tools_in_words() -> None:
