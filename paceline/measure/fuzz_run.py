@@ -56,6 +56,7 @@ class Runner:
         self._block_bytes = (memory.keys.nbytes + memory.values.nbytes) // (memory.num_blocks + 1)
         self.longest = min(self.plain.engine.config.max_model_len, NUM_LONGEST)
         self._known: dict[str, Said] = {}
+        gc.freeze()  # what is here by now stays: the collections after each case need not look at it
 
     def fails_again(self, case: Case, kind: str = "") -> Failure | None:
         """In one of a few runs, which are not counted; in this way, if it is said in which."""
@@ -221,11 +222,13 @@ def _simpler(case: Case) -> Iterator[Case]:
 def _simpler_asks(ask: Ask) -> Iterator[Ask]:
     yield Ask(ask.prompt, ask.params)
     for name in ask.params:
-        yield replace(ask, params=_without(ask.params, name))
-    yield replace(ask, params={**ask.params, "temperature": 0.0})
+        if name != "max_tokens":
+            yield replace(ask, params=_without(ask.params, name))
+    if ask.params.get("temperature"):
+        yield replace(ask, params={**ask.params, "temperature": 0.0})
     for tokens in _shorter(ask.prompt):
         yield replace(ask, prompt=list(tokens))
-    most = ask.params.get("max_tokens", 16)
+    most = ask.params.get("max_tokens", 1)
     for count in dict.fromkeys((1, most // 2, most - 1)):
         if max(ask.params.get("min_tokens", 0), 1) <= count < most:
             yield replace(ask, params={**ask.params, "max_tokens": count})
