@@ -15,7 +15,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import from_options
 
 # Options of the drafters, and values that are unlike each other.
-TREE = {"tree_width": (1, 2, 3), "tree_depth": (1, 3, None), "confidence_threshold": (0.0, 0.3)}
+TREE: dict[str, Sequence[Any]] = {
+    "tree_width": (1, 2, 3),
+    "tree_depth": (1, 3, None),
+    "confidence_threshold": (0.0, 0.3),
+}
 CHOICES: dict[str, dict[str, Sequence[Any]]] = {
     "ngram": {"prompt_lookup_max": (1, 2, 8)},
     "suffix": {

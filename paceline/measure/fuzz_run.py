@@ -70,14 +70,14 @@ class Runner:
     def failure(self, case: Case) -> Failure | None:
         num_blocks = -(-case.engine["max_model_len"] // BLOCK_SIZE) + case.num_spare
         memory = (num_blocks + 1) * self._block_bytes
+        llm = None
         try:
             llm = LLM(self.options, **case.engine, kv_cache_memory=memory, progress=False)
-        except PacelineError:  # options that do not go together, refused in words
-            self.counts["refused engines"] += 1
-            return None
-        try:
             answers = run(llm, case.asks, self.counts)
         except Exception as error:  # whatever it is, it is what is looked for
+            if llm is None and isinstance(error, PacelineError):  # what does not go together, said in words
+                self.counts["refused engines"] += 1
+                return None
             return Failure("crash", f"{type(error).__name__}: {error}")
         finally:
             del llm
@@ -169,7 +169,7 @@ def _said(request: Request, logprobs: list[TokenLogprobs]) -> Said:
     words = request.text_stop
     assert isinstance(words, Detokenizer)
     words.finish()
-    end = f"{request.finish_reason}: {request.error or str()}".replace(request.id, "ID").rstrip(": ")
+    end = f"{request.finish_reason}: {request.error or ''}".replace(request.id, "ID").rstrip(": ")
     return Said(request.output, words.text, end, logprobs)
 
 

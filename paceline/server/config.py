@@ -21,7 +21,7 @@ HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
 # The least and the most that settings may be; timeouts in seconds.
 BOUNDS: tuple[tuple[float, float | None, tuple[str, ...]], ...] = (
     (0, None, ("max_queue", "drain_timeout")),
-    (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout")),
+    (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout", "key_requests", "key_tokens")),
     (0.1, None, ("request_timeout", "body_timeout")),
     (0, 65_535, ("port",)),
     (1, 1024, ("max_choices",)),
@@ -50,8 +50,12 @@ class ServerConfig(EngineOptions):
     max_completion_tokens: int | None = option(None, LIMITS, "Longest answer; left out: the context's rest.")
     max_choices: int = option(64, LIMITS, "Most answers of one request: its prompts times n.")
     max_grammar_bytes: int = option(65_536, LIMITS, "Largest schema, expression, list of choices or grammar.")
+    key_requests: int | None = option(None, LIMITS, "Requests of one key at the same time; beyond: 429.")
+    key_tokens: int | None = option(
+        None, LIMITS, "Tokens a minute of one key, prompts and answers; beyond: 429."
+    )
     request_timeout: float = option(600.0, LIMITS, "Seconds after which a request is given up.")
-    body_timeout: float = option(30.0, LIMITS, "Seconds a client has to send a request's body.")
+    body_timeout: float = option(30.0, LIMITS, "Seconds a client has for a request's headers, and its body.")
     drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
     engine_timeout: float = option(120.0, LIMITS, "Seconds of silence after which the engine is restarted.")
 
