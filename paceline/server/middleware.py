@@ -145,11 +145,11 @@ class Guarded:
             length = headers.get("content-length", "0")
             if length.isascii() and length.isdigit():
                 self._check_size(int(length[:20]))
-            if scope["method"] in ("POST", "PUT", "PATCH"):
-                body = await self._body(scope, receive)
-                unread.append({"type": "http.request", "body": body, "more_body": False})
             share = self._shares.setdefault(key or 0, Share())
             with share.taken(self.config, scope["state"]) if is_guarded else contextlib.nullcontext():
+                if scope["method"] in ("POST", "PUT", "PATCH"):
+                    body = await self._body(scope, receive)
+                    unread.append({"type": "http.request", "body": body, "more_body": False})
                 await self.app(scope, replay, send)
         except ApiError as error:
             scope["state"]["fields"]["error"] = error.code
