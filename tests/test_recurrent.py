@@ -249,6 +249,7 @@ def test_heads_are_not_trained_for_them() -> None:
 
 
 def test_models_that_draft_are_refused() -> None:
-    for method in ({"method": "early_exit"}, {"method": "quantized"}):
+    own = {"method": "draft_model", "model": folder(FAMILY)}
+    for method in ({"method": "early_exit"}, {"method": "quantized"}, own):
         with pytest.raises(ConfigError, match="recurrent"):
             llm_of(method, "float32")

@@ -95,7 +95,6 @@ def build(options: EngineOptions) -> Built:
     most = sum(each.num_speculative_tokens for _, each in asked.drafters)
     num_draft = most if asked.is_pinned else min(most, length - 1)
     config = options.engine_config(length, num_draft)
-    num_states = _num_states(checkpoint.config, config, free)
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
         other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
@@ -103,8 +102,7 @@ def build(options: EngineOptions) -> Built:
         with waiting("packing the weights for this machine (once)", options.progress):
             decoder = backend.load(other, its_dtype, length)
         its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
-        its_states = num_states if other is checkpoint else 0
-        kv = KvMemory(other.config, num_blocks, place, its_format, its_states)
+        kv = KvMemory(other.config, num_blocks, place, its_format, _num_states(other.config, config, free))
         executor = LocalExecutor(backend, decoder, kv)
         with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
             executor.warm_up()

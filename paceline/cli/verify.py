@@ -28,6 +28,7 @@ from paceline.core.options import option
 from paceline.measure.prompts import Prompt, chosen
 from paceline.measure.results import Table, Tell
 
+FUZZ = "Random cases"  # a panel of --help
 MAX_NAMED = 10  # differences printed for each check
 YES, OK, DIFFERS = "[green]yes[/green]", "[green]ok[/green]", "[bold red]differs[/bold red]"
 Texts = Sequence[list[int]]  # token ids
@@ -50,7 +51,9 @@ class Verify:
 
       paceline verify --json report.json
 
-      paceline verify --limit 1 --methods ngram,early_exit"""
+      paceline verify --limit 1 --methods ngram,early_exit
+
+      paceline verify --fuzz 10 --seed 1"""
 
     loading: Given = group(LOADING)
     prompts: Path | None = option(None, MAIN, "Your prompts (.jsonl or .txt) instead of the shipped ones.")
@@ -59,13 +62,21 @@ class Verify:
     limit: int | None = option(None, MAIN, "Most prompts of each category.", min=1)
     methods: str | None = option(None, MAIN, "Only these drafters, separated by commas.")
     draft_model: str | None = option(None, MAIN, "Of draft_model (left out: the model), or a head's folder.")
+    fuzz: float | None = option(None, FUZZ, "Minutes of random requests on random engines instead.", min=0)
+    seed: int = option(0, FUZZ, "The same seed makes the same cases.")
+    save: Path = option(Path("paceline-fuzz"), FUZZ, "The folder for cases that fail, made small.")
+    replay: Path | None = option(None, FUZZ, "Run a case again that --fuzz has saved.")
 
 
 def verify(asked: Verify) -> None:
+    if asked.fuzz is not None or asked.replay is not None:
+        from paceline.cli.verify_fuzz import verify_fuzz
+
+        return verify_fuzz(asked, engine_options(asked.loading))
     prompts = chosen(asked.prompts, asked.limit)
     engine = engine_options(asked.loading)
     check_target("--json", asked.json)
-    configs = _drafters(asked, engine.model)
+    configs = drafters_of(asked, engine.model)
     checks, p_values = _examine(engine, prompts, asked.max_tokens, configs)
     is_ok = _print_report(console.stdout(), checks, p_values)
     if asked.json is not None:
@@ -75,9 +86,10 @@ def verify(asked: Verify) -> None:
         asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if not is_ok:
         raise typer.Exit(1)
+    return None
 
 
-def _drafters(asked: Verify, model: str) -> Configs:
+def drafters_of(asked: Verify, model: str) -> Configs:
     """All but learned heads if none is named: the target may have none."""
     from paceline.drafters.registry import DRAFTERS, HEADS, parse
     from paceline.loaders.checkpoint import open_checkpoint

@@ -88,9 +88,12 @@ def save_profile(path: Path, profile: Profile) -> bool:
     with contextlib.suppress(OSError):  # a full disk costs the next start a third of a second, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.part")
-        draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-        return True
+        try:
+            draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+            draft.replace(path)
+            return True
+        finally:
+            draft.unlink(missing_ok=True)
     return False
 
 

@@ -196,14 +196,20 @@ class Serve:
 
 @dataclass(frozen=True, kw_only=True)
 class Soak(Report):
-    """Keep a server busy and hurt it: load, clients that leave, engines that are killed, or a SIGTERM.
+    """Keep a server busy and hurt it: load, clients that leave, engines that are killed, faults, a SIGTERM.
 
     Starts its own server. Exit status 1 if a request neither ended nor failed clearly, a block is still held
     at the end, memory kept growing, or the event loop was late by 50 ms.
 
-    Example: paceline bench soak kills --count 20 --clients 16"""
+    Examples:
 
-    what: str = option("load", MAIN, "load, disconnects, kills or sigterm.", is_argument=True)
+      paceline bench soak kills --count 20 --clients 16
+
+      paceline bench soak --faults 200 --seed 1"""
+
+    what: str = option("load", MAIN, "load, disconnects, kills, faults or sigterm.", is_argument=True)
+    faults: int | None = option(None, MAIN, "So many random faults of every kind.", min=1)
+    seed: int = option(0, MAIN, "Of the faults.")
     clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
     seconds: float = option(60.0, MAIN, "Of load.", min=1)
     count: int = option(100, MAIN, "Clients that leave, or engines that are killed.", min=1)

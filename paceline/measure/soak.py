@@ -1,6 +1,6 @@
 """`paceline bench soak`: a server kept busy and hurt, by many clients, clients that leave, an engine that is
-killed, or a SIGTERM under load. Passed when every request ended or failed clearly, no block is held at the
-end, memory did not keep growing and the event loop was never late by 50 ms.
+killed, faults of every kind (faults.py), or a SIGTERM under load. Passed when every request ended or failed
+clearly, no block is held at the end, memory did not keep growing and the event loop was never late by 50 ms.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import random
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paceline.core.options import nearest, require
+from paceline.measure import faults
 from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.load import CHAT, Figures, Job, Record, ask, metrics
 from paceline.measure.options import Soak
@@ -37,11 +39,17 @@ LEGEND = "memory: MB of the server and of its engine; late: samples of the event
 
 
 class Run:
-    num_turns = None  # how long a server takes to recover is what is measured
+    num_turns: int | None = None  # how long a server takes to recover is what is measured
     server: Server
 
     def __init__(self, asked: Soak) -> None:
+        if asked.faults is not None:
+            asked = replace(asked, what="faults", count=asked.faults)
         require(asked.what in KINDS, "what is to be soaked", asked.what, nearest(asked.what, list(KINDS)))
+        if asked.what == "faults":
+            self.num_turns = asked.count
+            options = f"{faults.SERVER_OPTIONS} {asked.server_options}"
+            asked = replace(asked, server_options=options, may_lag=True)  # bodies of 2 MB take their time
         self.asked, self.records = asked, list[Record]()
         self.outcomes = Counter[str]()  # of the requests: ok, left, or an error's code
 
@@ -49,11 +57,12 @@ class Run:
         tell("starting the server", 0)
         with our_server(self.asked.model, self.asked.server_options) as self.server:
             tell(self.asked.what, 0)
+            self.tell = tell
             return asyncio.run(self._report())
 
     async def _report(self) -> dict[str, Any]:
         report = await KINDS[self.asked.what](self)
-        if self.asked.what != "sigterm":
+        if self.asked.what not in ("sigterm", "faults"):
             figures = await self._settled()
             lag = {"samples": int(figures["event_loop_lag_seconds_count"])}  # over the server's whole life
             for ms in (50, 10):
@@ -119,6 +128,35 @@ class Run:
         is_known = set(+outcomes) <= {"ok", "engine_lost", "engine_unavailable"} and outcomes["ok"] > 0
         return {"restarts": restarts, "is_ok": is_known and restarts == self.asked.count}
 
+    async def faults(self) -> dict[str, Any]:
+        endpoint, shared = self.server.endpoint, set(os.listdir("/dev/shm"))
+        body = _body(random.Random(0)) | {"temperature": 0, "max_tokens": 24}
+        before, memory = await self._one(body), list[float]()
+
+        def tell(name: str) -> None:
+            memory.append(_resident_mb(self.server.process.pid))
+            self.tell(self.asked.what, 1)
+
+        given = self.asked.count, self.asked.clients, self.asked.seed, tell
+        kinds = await faults.rage(endpoint, *given)
+        await faults.ready(endpoint)
+        after, figures, half = await self._one(body), await self._settled(), memory[len(memory) // 2]
+        processes = faults.descendants(self.server.process.pid)
+        status = await asyncio.to_thread(self.server.stop)
+        left = {
+            "processes": not await faults.gone(processes),
+            "port": not await _refusal(endpoint, "/health"),
+            "shared_memory": sorted(set(os.listdir("/dev/shm")) - shared),
+            "blocks": figures["kv_cache_blocks_used"],
+        }
+        is_same = before.error is None is after.error and before.num_tokens == after.num_tokens
+        is_flat, num_lost = memory[-1] <= half * 1.05 + 8, sum(found[faults.LOST] for found in kinds.values())
+        report = {"lost": num_lost, "left_behind": left, "memory_mb": (half, memory[-1]), "status": status}
+        report |= {"kinds": kinds, "restarts": figures["engine_restarts"], "answers_after": is_same}
+        return report | {
+            "is_ok": not (num_lost or any(left.values())) and is_same and is_flat and status == 0
+        }
+
     async def sigterm(self) -> dict[str, Any]:
         source, num_taken = random.Random(0), 0.0
         work = asyncio.gather(*(self._one(_body(source) | LONG) for _ in range(self.asked.clients)))
@@ -161,6 +199,7 @@ class Run:
 
 
 KINDS = {"load": Run.load, "disconnects": Run.disconnects, "kills": Run.kills, "sigterm": Run.sigterm}
+KINDS["faults"] = Run.faults
 
 
 def _body(source: random.Random) -> dict[str, Any]:
@@ -185,6 +224,15 @@ def _resident_mb(pid: int) -> float:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     outcomes = ", ".join(f"{count} {name}" for name, count in report["outcomes"].items())
-    rows = [(name, str(value)) for name, value in report.items() if name not in ("outcomes", *ORIGIN)]
+    hidden = ("outcomes", "kinds", *ORIGIN)
+    rows = [(name, str(value)) for name, value in report.items() if name not in hidden]
     title = f"soak, {report['what']}: {'passed' if report['is_ok'] else 'FAILED'}"
-    return [Table(title, ("figure",), ("value",), [("requests", outcomes), *rows])]
+    made = [Table(title, ("figure",), ("value",), [("requests", outcomes), *rows])]
+    columns = (faults.ANSWERED, faults.REFUSED, faults.LEFT, faults.LOST)
+    for_kinds, strange = list[tuple[str, ...]](), list[str]()
+    for name, found in report.get("kinds", {}).items():
+        counts = [found.get(each, 0) for each in columns]
+        for_kinds.append((name, *map(str, (sum(counts), *counts))))
+        strange += [f"{name}, fault {each}" for each in found if each not in columns]
+    notes = tuple(strange)
+    return [*made, Table("faults", ("kind",), ("sent", *columns), for_kinds, notes)] if for_kinds else made

@@ -22,7 +22,7 @@ HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
 # The least and the most that settings may be; timeouts in seconds.
 BOUNDS: tuple[tuple[float, float | None, tuple[str, ...]], ...] = (
     (0, None, ("max_queue", "max_stored_responses", "max_stored_bytes", "drain_timeout")),
-    (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout")),
+    (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout", "key_requests", "key_tokens")),
     (0.1, None, ("request_timeout", "body_timeout")),
     (0, 65_535, ("port",)),
     (1, 1024, ("max_choices",)),
@@ -54,8 +54,12 @@ class ServerConfig(EngineOptions):
     max_grammar_bytes: int = option(65_536, LIMITS, "Largest schema, expression, list of choices or grammar.")
     max_stored_responses: int = option(1000, LIMITS, "Responses that are kept to be continued or read again.")
     max_stored_bytes: int = option(2**26, LIMITS, "The most memory that they take.")
+    key_requests: int | None = option(None, LIMITS, "Requests of one key at the same time; beyond: 429.")
+    key_tokens: int | None = option(
+        None, LIMITS, "Tokens a minute of one key, prompts and answers; beyond: 429."
+    )
     request_timeout: float = option(600.0, LIMITS, "Seconds after which a request is given up.")
-    body_timeout: float = option(30.0, LIMITS, "Seconds a client has to send a request's body.")
+    body_timeout: float = option(30.0, LIMITS, "Seconds a client has for a request's headers, and its body.")
     drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
     engine_timeout: float = option(120.0, LIMITS, "Seconds of silence after which the engine is restarted.")
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -82,6 +83,8 @@ def main() -> None:
     file = channel.makefile("rb")
     while (message := processes.unpack(file.readline())) is not None:
         problem = None
+        # Whoever asks ends what takes too long; where that process was killed meanwhile, this does.
+        signal.alarm(int(LIMIT_S if compiler else START_S) + 1)
         try:
             if compiler is None:
                 # as much of the tokenizer as a grammar needs
@@ -91,6 +94,7 @@ def main() -> None:
                 compiler.matcher(StructuredOutputs(**message))
         except (PacelineError, RecursionError, MemoryError) as error:
             problem = str(error) or "the grammar or schema is too large; simplify it"
+        signal.alarm(0)
         channel.sendall(processes.pack({"error": problem}))
 
 

@@ -1,18 +1,20 @@
 """What every request passes: a name, a key, a bound on its body; and a line in the log when it is over.
 Invariant: whatever happens inside, the client gets an answer in its protocol's shape, and exactly one line is
 logged, without any of the client's words. How long a key's comparison takes says nothing about the keys:
-every key is compared in full, by digest.
+every key is compared in full, by digest. What a key may have at once is given back however a request ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -37,12 +39,43 @@ class Keys:
 
     def allow(self, authorization: str | None) -> bool:
         """Does the value of an Authorization header show one of the keys?"""
+        return self.find(authorization) is not None
+
+    def find(self, authorization: str | None) -> int | None:
+        """The number of the key that it shows; without keys all are number 0."""
         if not self._digests:
-            return True
+            return 0
         scheme, _, shown = (authorization or "").partition(" ")
         digest = _digest(shown.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, found or not
-        return any(matches) and scheme.lower() == "bearer"
+        return matches.index(True) if any(matches) and scheme.lower() == "bearer" else None
+
+
+@dataclass(slots=True)
+class Share:
+    """What one key has had: requests that run, and tokens, as debt that is paid off from minute to minute."""
+
+    num_running: int = 0
+    debt: float = 0.0
+    since: float = 0.0
+
+    @contextlib.contextmanager
+    def taken(self, config: ServerConfig, state: dict[str, Any]) -> Iterator[None]:
+        """Around a request; refused where the key has its share already. What it cost is in its log line."""
+        now, rate = time.monotonic(), (config.key_tokens or 0) / 60
+        self.debt, self.since = max(0.0, self.debt - rate * (now - self.since)), now
+        if config.key_requests is not None and self.num_running >= config.key_requests:
+            what = f"{config.key_requests} requests of this key are running; wait for one to end"
+            raise ApiError(429, what, "key_busy")
+        if config.key_tokens is not None and self.debt >= config.key_tokens:
+            what = f"this key has had its {config.key_tokens:,} tokens of the last minute; try again later"
+            raise ApiError(429, what, "key_tokens")
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self.debt += sum(state["fields"].get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
 
 
 def _digest(key: str) -> bytes:
@@ -97,6 +130,7 @@ class Guarded:
 
     def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig) -> None:
         self.app, self.keys, self.config = app, keys, config
+        self._shares: dict[int, Share] = {}  # by the number of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, unread = Headers(scope=scope), list[Message]()
@@ -108,17 +142,21 @@ class Guarded:
             is_guarded = needs_key(scope["path"]) and scope["method"] != "OPTIONS"
             shown = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
             scope["state"]["owner"] = _digest(shown.partition(" ")[2].strip())
-            if is_guarded and not self.keys.allow(shown):
+            key = self.keys.find(shown)
+            if is_guarded and key is None:
                 raise ApiError(401, NO_KEY, "invalid_api_key")
             length = headers.get("content-length", "0")
             if length.isascii() and length.isdigit():
                 self._check_size(int(length[:20]))
-            if scope["method"] in ("POST", "PUT", "PATCH"):
-                body = await self._body(scope, receive)
-                unread.append({"type": "http.request", "body": body, "more_body": False})
+            share = self._shares.setdefault(key or 0, Share())
+            with share.taken(self.config, scope["state"]) if is_guarded else contextlib.nullcontext():
+                if scope["method"] in ("POST", "PUT", "PATCH"):
+                    body = await self._body(scope, receive)
+                    unread.append({"type": "http.request", "body": body, "more_body": False})
+                await self.app(scope, replay, send)
         except ApiError as error:
-            return await error.response(scope["path"])(scope, receive, send)
-        return await self.app(scope, replay, send)
+            scope["state"]["fields"]["error"] = error.code
+            await error.response(scope["path"])(scope, receive, send)
 
     def _check_size(self, num_bytes: int) -> None:
         most = self.config.max_request_bytes

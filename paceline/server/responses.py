@@ -35,7 +35,14 @@ UNAVAILABLE = {
     "draining": ("the server is shutting down; send the request to another", "draining"),
     "lost": (ENGINE_LOST, "engine_lost"),
 }
-RETRY_AFTER_S = {"queue_full": 1, "engine_lost": 2, "engine_unavailable": 2, "draining": 5}  # by code
+RETRY_AFTER_S = {
+    "queue_full": 1,
+    "key_busy": 1,
+    "key_tokens": 10,
+    "engine_lost": 2,
+    "engine_unavailable": 2,
+    "draining": 5,
+}  # by code
 
 
 class JsonResponse(Response):

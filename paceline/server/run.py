@@ -15,6 +15,7 @@ import ssl
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -63,6 +64,7 @@ def serve(config: ServerConfig) -> int:
     except (OSError, ssl.SSLError) as error:
         files = f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile}"
         raise ConfigError(f"{files} cannot be used ({error}); give PEM files") from None
+    settings.http_protocol_class = _timed(settings.http_protocol_class, config.body_timeout)
     gc.collect()
     # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
     gc.freeze()
@@ -71,6 +73,44 @@ def serve(config: ServerConfig) -> int:
         scheme, host = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
         log("listening", url=f"{scheme}://{host}:{port}", model=name, settings=config.to_log())
         return runner.run(_main(engine, http, listener))
+
+
+def _timed(kind: Any, seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, but a connection on which no request begins in time is closed: uvicorn itself waits
+    for headers for ever, and whoever sends a byte now and then holds a connection."""
+
+    class Timed(kind):
+        timer: asyncio.TimerHandle | None = None
+
+        def is_waiting(self) -> bool:
+            return self.cycle is None or bool(self.cycle.response_complete)
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.timer = self.loop.call_later(seconds, self.give_up)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if not self.is_waiting():
+                self.stop()
+            elif self.timer is None:  # the first bytes of a further request
+                self.timer = self.loop.call_later(seconds, self.give_up)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.stop()
+            super().connection_lost(error)
+
+        def stop(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+            self.timer = None
+
+        def give_up(self) -> None:
+            if self.is_waiting():
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+
+    return Timed
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -1,5 +1,5 @@
-"""The schema of a tool call that is forced. How a model is told of tools: core/content.py; what of an answer is
-a call: reading.py.
+"""The schema of a tool call that is forced. How a model is told of tools: core/content.py; what of an answer
+is a call: reading.py.
 """
 
 from __future__ import annotations

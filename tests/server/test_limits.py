@@ -6,12 +6,14 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.harness import WAIT_S, Server
+from tests.server.harness import WAIT_S, Server, as_stranger, start_server
 
 # Without drafts: it must take longer than the server has patience, on any machine.
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 4000, "temperature": 0}
@@ -130,3 +132,54 @@ def test_many_at_once_are_all_answered(tiny_server: Server) -> None:
         thread.join()
     assert answers == [200] * 32
     tiny_server.settled()
+
+
+@pytest.fixture(scope="module")
+def shared_server(wide_folder: Path) -> Iterator[Server]:
+    """Two keys with one request at a time and few tokens a minute."""
+    flags = ("--api-key", "one", "--api-key", "two", "--key-requests", "1", "--key-tokens", "40")
+    server = start_server(str(wide_folder), *flags, key="one")
+    yield server
+    server.kill()
+
+
+def ask(server: Server, key: str, **body: Any) -> Any:
+    headers = {"authorization": f"Bearer {key}"}
+    return as_stranger("POST", f"{server.url}/v1/completions", json={"prompt": "x", **body}, headers=headers)
+
+
+def test_a_key_has_its_share_and_no_more(shared_server: Server) -> None:
+    host, port = shared_server.url.removeprefix("http://").split(":")
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer one\r\ncontent-length: 9\r\n\r\n{"
+    )
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head)  # the rest of its body does not come yet
+        end = time.monotonic() + WAIT_S
+        while (busy := ask(shared_server, "one", max_tokens=1)).status_code == 200:
+            assert time.monotonic() < end
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "key_busy")
+        assert "retry-after" in busy.headers
+        assert ask(shared_server, "two", max_tokens=1).status_code == 200
+    while ask(shared_server, "one", max_tokens=1).status_code == 429:  # what was left early is given back
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert ask(shared_server, "two", max_tokens=60, ignore_eos=True).status_code == 200
+    spent = ask(shared_server, "two", max_tokens=1)
+    assert (spent.status_code, spent.json()["error"]["code"]) == (429, "key_tokens")
+    assert as_stranger("GET", f"{shared_server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
+def test_headers_that_do_not_come_are_given_up(limited_server: Server, is_second: bool) -> None:
+    host, port = limited_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(WAIT_S)
+        if is_second:
+            connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(4096)
+        connection.sendall(b"GET /hea")
+        received = b""
+        while piece := connection.recv(4096):  # the end comes although nothing more is sent
+            received += piece
+    assert b" 408 " in received
