@@ -96,27 +96,33 @@ def test_all_that_is_imported_is_asked_for() -> None:
 def test_the_wheel_runs_in_an_environment_of_its_own(wheels: dict[str, Path], tmp_path: Path) -> None:
     """The dependencies are those of the tests, by a path; Paceline itself is the wheel alone."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=tmp_path, check=True)
-    python, (site,) = tmp_path / "env/bin/python", (tmp_path / "env/lib").glob("python*/site-packages")
-    options = ["--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([sys.executable, "-m", "pip", *options, str(wheels["paceline"])], check=True)
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    take_kernels(ROOT / "paceline", site / "paceline")
-
+    programs, (site,) = tmp_path / "env/bin", (tmp_path / "env/lib").glob("python*/site-packages")
     empty = tmp_path / "empty"
     empty.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
-    def output(*command: str) -> str:
-        words = [str(tmp_path / "env/bin" / command[0]), *command[1:]]
-        done = subprocess.run(words, cwd=empty, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+    def install(wheel: Path) -> None:
+        options = ["--python", str(programs / "python"), "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([sys.executable, "-m", "pip", *options, str(wheel)], check=True)
 
+    def output(*command: str, status: int = 0) -> str:
+        words = [str(programs / command[0]), *command[1:]]
+        done = subprocess.run(words, cwd=empty, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == status, done.stderr[-2000:]
+        return done.stderr if status else done.stdout
+
+    install(wheels["paceline"])
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    take_kernels(ROOT / "paceline", site / "paceline")
     where = output("python", "-c", "import paceline; print(paceline.__file__)")
     assert Path(where.strip()).is_relative_to(site)
     assert output("paceline", "--version") == f"paceline {VERSION}\n"
     said = json.loads(output("paceline", "demo", "--json", "--max-tokens", "16"))
     assert said["plain"]["text"] == said["drafted"]["text"] != ""
+    medusa = ("paceline", "generate", "hi", "--method", "medusa", "--max-tokens", "2")
+    assert "in the package paceline-heads" in output(*medusa, status=2)
+    install(wheels["paceline_heads"])
+    assert output(*medusa).strip()
 
 
 def take_kernels(source: Path, installed: Path) -> None:

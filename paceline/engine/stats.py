@@ -61,8 +61,6 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class SpecStats(DraftCounts):
-    """How speculation went, of a request or in all."""
-
     num_steps: int = 0  # target passes that spoke for this request
     num_tokens: int = 0  # emitted
     num_own: int = 0  # emitted tokens that are the target's own: a bonus or a replacement
