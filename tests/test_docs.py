@@ -1,9 +1,7 @@
 """The documents say what is there: structure.md names the tree's folders, layers, verbs and files, links lead
-somewhere, every block of a page runs, and the pages make a site that needs no other host.
-
-How a block is run is its language's affair: `python` all of a page in one go, `bash` line by line, `console`
-with what it prints, `sh` and `py` need a server (tests/server), `text` is never run. Commands that are too
-long to be run are parsed.
+somewhere, the pages make a site that needs no other host, and their blocks run: `python` all of a page in one
+go, `bash` line by line, `console` with what it prints, `sh` and `py` with a server (tests/server); what takes
+too long is parsed.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from paceline.api.llm import LLM
@@ -31,6 +30,7 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 from paceline.server import metrics
+from paceline.server.config import resolve
 from tests.make_models import SIZES, tiny_tokenizer
 from tests.test_imports import LAYERS
 from tests.test_readme import run
@@ -111,8 +111,7 @@ def test_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    example = compile("\n".join(blocks(page, "python")), page, "exec")
-    exec(example, {"__name__": "__main__"})
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
 
@@ -151,10 +150,17 @@ def test_commands_have_the_options_that_are_shown(path: Path) -> None:
 def test_the_metrics_are_those_of_the_server() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `paceline:(\w+)`", text, re.MULTILINE)
-    counters = [f"{name}_total" for name in metrics.COUNTERS]
-    assert listed == [*counters, *metrics.GAUGES, *metrics.HISTOGRAMS]
+    assert listed == [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES, *metrics.HISTOGRAMS]
     for name in re.findall(r"paceline:(\w+)", text):
         assert name.removesuffix("_bucket") in listed
+    (group,) = yaml.safe_load(code("metrics.md", "yaml"))["groups"]
+    assert all("paceline:" in rule["expr"] for rule in group["rules"])
+
+
+def test_the_settings_are_those_of_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(code("deploy.md", "toml"))
+    assert resolve({}, {}, str(file)).max_queue == 128
 
 
 def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
