@@ -3,6 +3,7 @@
 #               (first what may share the machine, one process a core, then what measures time, alone)
 # make test-all the same with the slowest tests, too: what a change must pass
 # make check    ruff and mypy
+# make docs     the documents as a site, in site/ (python -m http.server -d site shows it, with its search)
 # make test-peers  the tests of the benchmark's peers, where they are installed (minutes; not part of make test)
 # make peers    what `paceline bench --peers` compares with, each in an environment of its own (about 20 minutes on two cores:
 #               llama.cpp is compiled for this machine, with cmake and g++); make peers/llamacpp installs one of them
@@ -16,7 +17,7 @@ PEERS := $(or $(PACELINE_PEERS),.peers)
 QUIETLY := -m pip --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(QUIETLY)
 
-.PHONY: install demo test test-all test-peers check clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
+.PHONY: install demo test test-all test-peers check docs clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
 .DEFAULT_GOAL := demo
 
 install: $(VENV)/.installed
@@ -41,13 +42,16 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 peers: peers/llamacpp peers/transformers peers/vllm
 peers/llamacpp: $(PEERS)/llamacpp/.installed
 peers/transformers: $(PEERS)/transformers/.installed
 peers/vllm: $(PEERS)/vllm/.installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site deploy/heads/build deploy/heads/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find paceline tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-peers:
@@ -71,6 +75,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what makes a site of the documents"
+	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 # TLS and grammars are of no use to a benchmark and would make the build longer.

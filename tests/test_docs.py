@@ -1,16 +1,23 @@
 """The documents say what is there: structure.md names the tree's folders, layers, verbs and files, links lead
-somewhere, and the worked examples of add_a_drafter.md and add_a_model.md run.
+somewhere, the pages make a site that needs no other host, and their blocks run: `python` all of a page in one
+go, `bash` line by line, `console` with what it prints, `sh` and `py` with a server (tests/server); what takes
+too long is parsed.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
 
 from paceline.api.llm import LLM
 from paceline.cli import bench, main
@@ -22,22 +29,35 @@ from paceline.loaders import hf_config
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
+from paceline.server import metrics
+from paceline.server.config import resolve
 from tests.make_models import SIZES, tiny_tokenizer
 from tests.test_imports import LAYERS
+from tests.test_readme import run
 
 ROOT = Path(__file__).parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path.name for path in sorted((ROOT / "docs").glob("*.md"))]
+OWN_TESTS = ("add_a_drafter.md", "add_a_model.md")  # run below, in a model or a registry of their own
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 # A metaphor for a request or a burst explains nothing.
 BANNED = re.compile(r"\b(somebody|nobody|whoever|so many|purse|flights?|proposers?)\b", re.IGNORECASE)
 GONE = re.compile(r"scripts/|log\.md")
 
 
+def blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def code(document: str, language: str) -> str:
     """The one block of a language in a document."""
-    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    (body,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return str(body)
+    (body,) = blocks(document, language)
+    return body
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if page not in OWN_TESTS and blocks(page, language)]
 
 
 def section(title: str) -> str:
@@ -84,6 +104,79 @@ def test_what_a_document_names_is_there(path: Path) -> None:
         assert is_there or name == made_by_example, name
     assert BANNED.findall(text) == []
     assert GONE.findall(text) == []
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_examples_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    for command in "".join(blocks(page, "bash")).splitlines():
+        done = run(command, tmp_path)
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+        assert done.stdout.strip(), command
+
+
+@pytest.mark.parametrize("page", pages_with("console"))
+def test_commands_say_what_is_printed(page: str) -> None:
+    for block in blocks(page, "console"):
+        for command, said in re.findall(r"^\$ paceline (.*)\n((?:[^$].*\n)+)", block, re.MULTILINE):
+            done = CliRunner().invoke(main.app, shlex.split(command))
+            assert (done.exit_code, done.stderr) == (2, said), command
+
+
+def parse(arguments: list[str]) -> None:
+    """As the command line does, up to the call; an unknown verb or option raises."""
+    root: Any = typer.main.get_command(main.app)
+    command, rest = root.commands[arguments[0]], arguments[1:]
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context(command.name, rest)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_have_the_options_that_are_shown(path: Path) -> None:
+    for line in re.findall(r"^ *paceline (\w.*)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        parse(shlex.split(line, comments=True))
+
+
+def test_the_metrics_are_those_of_the_server() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `paceline:(\w+)`", text, re.MULTILINE)
+    assert listed == [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES, *metrics.HISTOGRAMS]
+    for name in re.findall(r"paceline:(\w+)", text):
+        assert name.removesuffix("_bucket") in listed
+    (group,) = yaml.safe_load(code("metrics.md", "yaml"))["groups"]
+    assert all("paceline:" in rule["expr"] for rule in group["rules"])
+
+
+def test_the_settings_are_those_of_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(code("deploy.md", "toml"))
+    assert resolve({}, {}, str(file)).max_queue == 128
+
+
+def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "search" / "search_index.json").stat().st_size > 100_000
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.html")}
+    assert {page.replace(".md", ".html") for page in PAGES} <= set(pages)
+    for name, text in pages.items():
+        assert (
+            re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^ >]*", text) == []
+        ), name
+    for style in tmp_path.rglob("*.css"):
+        assert "url(http" not in style.read_text(encoding="utf-8"), style
+    assert "drafters that make it faster" in pages["api.html"]  # docstrings are read
 
 
 def test_the_documents_keep_their_size() -> None:

@@ -27,6 +27,8 @@ Logprobs = dict[int, Logprob]  # by token: the chosen one first, then the likeli
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """One answer: its text and ids, why it ended, and how speculation went."""
+
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None  # None: it goes on
@@ -41,6 +43,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """A prompt and its n answers; text, token_ids, finish_reason and stats are the first one's."""
+
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion] = field(default_factory=list)  # n of them

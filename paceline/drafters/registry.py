@@ -90,6 +90,8 @@ def shipped_folder(kind: str, target: Checkpoint) -> str:
     """Where the shipped head of this kind lies."""
     if not _belongs(FOLDER / kind, target):
         remedy = "name the folder of a head as 'model', or train one: paceline train"
+        if kind in SHIPPED and not (FOLDER / kind).is_dir():  # the wheel has only what "auto" uses
+            remedy = f"{remedy}; the default model's is in the package paceline-heads"
         raise ConfigError(f"no {kind} head is shipped for {target.name}; {remedy}")
     return str(FOLDER / kind)
 
