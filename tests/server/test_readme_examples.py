@@ -1,6 +1,4 @@
-"""The server examples of the README and the pages, as printed, against a live server: curl and the official
-client.
-"""
+"""The README's server examples, as printed, against a live server: curl and the official client."""
 
 from __future__ import annotations
 
@@ -10,12 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.server.harness import WAIT_S, Server
-from tests.test_docs import blocks, pages_with
 
-OWN_SERVERS = ("serve.md", "security.md", "from_vllm.md")  # with settings of their own, in tests of their own
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
@@ -37,13 +31,3 @@ def test_the_official_client_streams_an_answer(default_server: Server) -> None:
     code = [sys.executable, "-c", block("py", default_server)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("page", [page for page in pages_with("sh") if page not in OWN_SERVERS])
-def test_the_pages_ask_what_is_answered(page: str, default_server: Server) -> None:
-    for command in "".join(blocks(page, "sh")).splitlines():
-        if command.startswith("curl"):
-            own = command.replace("http://127.0.0.1:8000", default_server.url)
-            done = subprocess.run(f"{own} --fail", shell=True, capture_output=True, text=True, timeout=WAIT_S)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.strip()
