@@ -38,7 +38,7 @@ from tests.test_readme import run
 ROOT = Path(__file__).parent.parent
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path.name for path in sorted((ROOT / "docs").glob("*.md"))]
-OWN_TESTS = ("add_a_drafter.md", "add_a_model.md")  # run below, in a model or a registry of their own
+OWN_TESTS = ("add_a_drafter.md", "add_a_model.md", "from_vllm.md")  # run by tests of their own
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 # A metaphor for a request or a burst explains nothing.
 BANNED = re.compile(r"\b(somebody|nobody|whoever|so many|purse|flights?|proposers?)\b", re.IGNORECASE)

@@ -1,5 +1,5 @@
-"""The server examples of the README, of docs/serve.md and of the other pages, as printed, against a live server:
-curl and the official clients.
+"""The server examples of the README and of docs/serve.md, as printed, against a live server: curl and the
+official clients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import WAIT_S, Server
-from tests.test_docs import blocks, pages_with
 
-OWN_SERVERS = ("serve.md", "security.md", "from_vllm.md")  # in tests of their own, some with other settings
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
     block
@@ -52,13 +50,3 @@ def test_the_official_clients_stream_an_answer(default_server: Server, code: str
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("page", [page for page in pages_with("sh") if page not in OWN_SERVERS])
-def test_the_pages_ask_what_is_answered(page: str, default_server: Server) -> None:
-    for command in "".join(blocks(page, "sh")).splitlines():
-        if command.startswith("curl"):
-            own = command.replace("http://127.0.0.1:8000", default_server.url)
-            done = subprocess.run(f"{own} --fail", shell=True, capture_output=True, text=True, timeout=WAIT_S)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.strip()
