@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json
+
 from paceline.server.anthropic_types import (
     CountRequest,
     Message,
@@ -151,7 +153,7 @@ class MessageWriter:
 
 def _block_json(block: Block, is_whole: bool) -> Fields:
     if block.kind == "call":
-        arguments = _object(block.text) if is_whole else {}
+        arguments = _object(block) if is_whole else {}
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
@@ -160,7 +162,7 @@ def _block_json(block: Block, is_whole: bool) -> Fields:
 
 def _delta(move: str, block: Block, piece: str) -> Fields | None:
     if block.kind == "call":
-        whole = json.dumps(_object(block.text), ensure_ascii=False)
+        whole = json.dumps(_object(block), ensure_ascii=False)
         return {"type": "input_json_delta", "partial_json": whole} if move == "close" else None
     if move != "piece":
         return None
@@ -168,11 +170,13 @@ def _delta(move: str, block: Block, piece: str) -> Fields | None:
     return {"type": f"{kind}_delta", kind: piece}
 
 
-def _object(arguments: str) -> Any:
-    """The protocol has objects only: what is none, as where the tokens ended within it, stands in one."""
+def _object(call: Block) -> Fields:
+    """Its arguments. The protocol has objects only: of one that was cut there is the beginning, and what is
+    none stands in one."""
+    value: Any = call.text
     try:
-        value = json.loads(arguments or "{}")
-        json.dumps(value, allow_nan=False)  # what Python reads as JSON may hold NaN, which is none
+        value = from_json(call.text or "{}", allow_partial=call.is_cut)
+        json.dumps(value, allow_nan=False)  # what is read as JSON may hold NaN, which is none
     except (ValueError, RecursionError):
-        value = arguments
+        value = call.text
     return value if isinstance(value, dict) else {"arguments": value}
