@@ -29,7 +29,7 @@ RECORD = """window.lengths = []; new MutationObserver(() => {
 }).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
 COUNT = """window.counts = []; new MutationObserver(() => {
   const shown = [...document.querySelectorAll('.lane dl div:first-child dd')].map(e => Number(e.textContent) || 0);
-  if (shown.length) window.counts.push(shown);
+  if (shown.length) window.counts.push([...shown, document.querySelectorAll('#plot [data-pass]').length]);
 }).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
 # Texts whose contrast with what lies under them is less than 4.5, by WCAG's formula.
 FAINT = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
@@ -183,7 +183,7 @@ def test_a_race_plays_both_again_and_the_texts_are_equal(eager_page: Browser) ->
     assert num == num_plain == passes_plain == "96"
     assert (tau, tau_plain) == (f"{96 / int(passes):.2f}", "1.00")
     counts = eager_page.script("return window.counts")
-    for lane in (0, 1):  # the counters ran, and in the replay from the beginning again
+    for lane in (0, 1, 2):  # the counters and the plot ran, and in the replay from the beginning again
         assert len({count[lane] for count in counts}) > 5
         assert any(after[lane] < before[lane] for before, after in itertools.pairwise(counts))
 
