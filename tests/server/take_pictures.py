@@ -17,6 +17,7 @@ from tests.server.harness import start_server
 
 QUESTION = "Write a Python function that checks if a number is prime, then explain it line by line."
 TIPS = "Give three tips for a cyclist who rides in a group, and say why each one matters."
+SKY = "Explain in simple words why the sky is blue, and then sum it up in one sentence."
 ENTER, CONTROL = "\ue007", "\ue009"
 MOST_BYTES = 200_000
 SETTLES_S = 0.3  # what fades or scrolls
@@ -53,7 +54,7 @@ def take(browser: Browser, url: str, folder: Path) -> None:
     browser.resize(360, 780, scale=2)
     browser.emulate(prefers_color_scheme="dark")
     start_over(browser)
-    browser.type(QUESTION)
+    browser.type(SKY)
     browser.one("#race").click()
     browser.until_answered()
     save(browser, folder / "playground_phone.png")

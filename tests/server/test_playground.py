@@ -29,7 +29,7 @@ RECORD = """window.lengths = []; new MutationObserver(() => {
 }).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
 COUNT = """window.counts = []; new MutationObserver(() => {
   const shown = [...document.querySelectorAll('.lane dl div:first-child dd')].map(e => Number(e.textContent) || 0);
-  if (shown.length) window.counts.push(shown);
+  if (shown.length) window.counts.push([...shown, document.querySelectorAll('#plot [data-pass]').length]);
 }).observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true});"""
 # Texts whose contrast with what lies under them is less than 4.5, by WCAG's formula.
 FAINT = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def test_a_token_tells_its_numbers_by_mouse_and_by_keys(eager_page: Browser) -> 
 
 @browsing
 def test_a_race_plays_both_again_and_the_texts_are_equal(eager_page: Browser) -> None:
-    eager_page.set("max-tokens", 48)
+    eager_page.set("max-tokens", 96)
     eager_page.script(COUNT)
     eager_page.type(QUESTION, CONTROL, ENTER)
     eager_page.until_answered()
@@ -180,10 +180,10 @@ def test_a_race_plays_both_again_and_the_texts_are_equal(eager_page: Browser) ->
     assert not plain.find_elements("css selector", ".token.by-0")
     rows = "return [...document.querySelectorAll('.lane')].map(e => [...e.querySelectorAll('dd')].map(d => d.textContent))"
     (num, _, passes, tau), (num_plain, _, passes_plain, tau_plain) = eager_page.script(rows)
-    assert num == num_plain == passes_plain == "48"
-    assert (tau, tau_plain) == (f"{48 / int(passes):.2f}", "1.00")
+    assert num == num_plain == passes_plain == "96"
+    assert (tau, tau_plain) == (f"{96 / int(passes):.2f}", "1.00")
     counts = eager_page.script("return window.counts")
-    for lane in (0, 1):  # the counters ran, and in the replay from the beginning again
+    for lane in (0, 1, 2):  # the counters and the plot ran, and in the replay from the beginning again
         assert len({count[lane] for count in counts}) > 5
         assert any(after[lane] < before[lane] for before, after in itertools.pairwise(counts))
 
@@ -390,7 +390,9 @@ def test_settings_outlive_the_page_and_the_key_does_not_join_them(
 
 
 @browsing
-def test_escape_stops_a_race_and_closes_the_list_of_keys(page: Browser, default_server: Server) -> None:
+def test_stop_ends_a_race_and_escape_closes_the_list_of_keys_alone(
+    page: Browser, default_server: Server
+) -> None:
     page.set("max-tokens", 4000)
     page.type("Tell me a very long story about a river.", CONTROL, ENTER)
     page.until(lambda: len(page.text(".lane .text")) > 20, "words")
@@ -399,7 +401,7 @@ def test_escape_stops_a_race_and_closes_the_list_of_keys(page: Browser, default_
     page.driver.switch_to.active_element.send_keys(ESCAPE)
     assert not page.one("#keys").is_displayed()
     assert page.one("#talk").get_attribute("aria-busy") == "true"
-    page.type(ESCAPE)
+    page.one("#stop").click()
     page.until_answered()
     assert "nothing to compare" in page.text(".verdict")
     default_server.settled()

@@ -143,7 +143,7 @@ async function sayTwice(place, messages) {
   if (!isWhole) return null;
   race.offerReplay((slowness) => playAgain(race, slowness));
   if (STILL.matches) race.judge();
-  else await race.replay(race.slowness, state.running.signal);
+  else await race.replay(race.slowness, state.running.signal, show);
   return Object.assign(race.drafted.turn, { race });
 }
 
@@ -152,7 +152,7 @@ async function playAgain(race, slowness) {
   state.isFollowing = true;
   state.running = new AbortController();
   setRunning(true);
-  await race.replay(slowness, state.running.signal);
+  await race.replay(slowness, state.running.signal, show);
   setRunning(false);
   byId("news").textContent = `Replay over: ${race.summary}`;
 }

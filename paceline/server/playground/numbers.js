@@ -30,6 +30,14 @@ export class Tally {
     }
   }
 
+  /** As it was after so many passes. */
+  after(passes) {
+    const part = new Tally();
+    for (const step of this.steps.slice(0, passes)) part._addStep(step);
+    part.tokens = part.steps.reduce((sum, step) => sum + step.emitted, 0);
+    return part;
+  }
+
   finish(usage) {
     this.final = usage ?? null;
   }

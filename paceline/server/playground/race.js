@@ -58,16 +58,20 @@ export class Race {
     return seconds >= SHORT_S ? 1 : SLOW.find((times) => seconds * times >= SHORT_S) ?? SLOW.at(-1);
   }
 
-  async replay(slowness, signal) {
+  /** onChange(tally, speedup): of the lane with drafts, while it runs and at the end. */
+  async replay(slowness, signal, onChange) {
     this.verdict.className = "verdict";
     this.verdict.replaceChildren(make("p", {}, slowness === 1 ? "Replay in real time …" : `Replay, ${slowness} times slower …`));
     const start = performance.now();
     const end = Math.max(...this.lanes.map((lane) => lane.seconds));
     for (let now = 0; now < end && !signal.aborted; now = (performance.now() - start) / 1000 / slowness) {
+      const passes = this.drafted.passes;
       for (const lane of this.lanes) lane.showAt(now);
+      if (this.drafted.passes !== passes || now === 0) onChange(this.drafted.turn.tally.after(this.drafted.passes));
       await new Promise(requestAnimationFrame);
     }
     for (const lane of this.lanes) lane.showAll();
+    onChange(this.drafted.turn.tally, this.speedup);
     this.judge();
   }
 
@@ -108,6 +112,7 @@ class Lane {
     this.clock = make("span", { class: "clock" }, "waiting");
     this.element = make("section", { class: "lane", "aria-label": `${title}, ${note}` },
       make("div", { class: "lane-head" }, make("h3", {}, title, make("small", {}, note)), this.clock), this.track, counters, this.turn.answer.element);
+    this.passes = 0;
     this.times = []; // of each token, in seconds since the first
   }
 
@@ -162,6 +167,7 @@ class Lane {
   }
 
   _count(tokens, passes, speed, share) {
+    this.passes = passes;
     const values = [`${tokens}`, shown(speed, 0), `${passes}`, shown(passes ? tokens / passes : null, 2)];
     Object.values(this.figures).forEach((element, i) => { element.textContent = values[i]; });
     this.track.firstChild.style.setProperty("--share", Math.min(1, share));
