@@ -65,7 +65,7 @@ class Demo:
 def demo(asked: Demo) -> None:
     options.check_target("--svg", asked.svg)
     options.check_target("--gif", asked.gif)
-    require(0 < asked.slow <= 1000, "--slow", asked.slow, "give a number above 0 and up to 1000")
+    require(1 <= asked.slow <= 1000, "--slow", asked.slow, "give a number from 1 to 1000")
     font = None if asked.gif is None else gif.load_font()
     engine = options.engine_options(asked.engine)
     config = engine.speculative_config

@@ -67,7 +67,7 @@ class Race:
         sources = list(dict.fromkeys(source for _, source in tokens if source is not None))
         colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
         across = len(self.lanes) if screen.width >= WIDE else 1
-        inner = screen.width // across - 4  # within a border
+        inner = max(screen.width // across - 4, 1)  # within a border
         height = 2 + max(len(lane.text(self.seconds, {}).wrap(screen, inner)) for lane in self.lanes)
         panels = [lane.panel(now, colours, height) for lane in self.lanes]
         grid, legend = Table.grid(expand=True), Text()
