@@ -104,6 +104,9 @@ def test_chat(tiny: LLM) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
     (other,) = tiny.chat("Hello", GREEDY, chat_template=template, chat_template_kwargs={"end": "?"})
     assert other.prompt == "Hello?"
+    template = "{{ messages[3].content[0].text[:5] }}"
+    (other,) = tiny.chat(parts, GREEDY, chat_template=template, chat_template_content_format="openai")
+    assert other.prompt == "Write"
     begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "The line rides "}]
     asked: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert tiny.chat(begun, GREEDY, **asked)[0].prompt.endswith("assistant\nThe line rides ")  # type: ignore[union-attr]

@@ -199,22 +199,19 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
-def takes_prompt(processor: Processor) -> bool:
-    """Whether it is of the form f(prompt, output, logits)."""
-    return len(inspect.signature(processor).parameters) == 3
+def num_arguments(processor: Processor) -> int:
+    """3: f(prompt, output, logits); 2: f(output, logits); 0: it does not say."""
+    try:
+        return len(inspect.signature(processor).parameters)
+    except (TypeError, ValueError):
+        return 0
 
 
 def _processors(given: Any) -> tuple[Processor, ...]:
     many = () if given is None else given
-    is_list = isinstance(many, Sequence) and not isinstance(many, str) and all(map(callable, many))
+    is_list = isinstance(many, Sequence) and all(num_arguments(each) in (2, 3) for each in many)
     remedy = "give a list of functions f(output_ids, logits) or f(prompt_ids, output_ids, logits)"
     require(is_list, "logits_processors", given, remedy)
-    for processor in many:
-        try:
-            count = len(inspect.signature(processor).parameters)
-        except (TypeError, ValueError):  # of a builtin nothing is known
-            count = 0
-        require(count in (2, 3), "logits_processors", given, remedy)
     return tuple(many)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.errors import GrammarError, ModelError, ProcessorError
 from paceline.core.noise import Noise, Purpose
-from paceline.core.params import Processor, SamplingParams, takes_prompt
+from paceline.core.params import Processor, SamplingParams, num_arguments
 from paceline.core.types import Draft, Pick, Request, TokenLogprobs
 
 NEVER = -math.inf
@@ -68,7 +68,8 @@ def _apply(processor: Processor, request: Request, path: Sequence[int], logits: 
     name = getattr(processor, "__name__", type(processor).__name__)
     place = f"request {request.id}: after {len(output)} tokens its logits processor {name}"
     try:
-        made = processor(prompt, output, logits) if takes_prompt(processor) else processor(output, logits)
+        has_prompt = num_arguments(processor) == 3
+        made = processor(prompt, output, logits) if has_prompt else processor(output, logits)
     except Exception as error:  # the user's own code may raise anything
         raise ProcessorError(f"{place} raised {type(error).__name__}: {error!s:.200}; correct it") from error
     if not isinstance(made, torch.Tensor) or made.shape != logits.shape:

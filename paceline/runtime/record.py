@@ -97,7 +97,10 @@ def scores_in(
     scheduled: Scheduled, drafts: Sequence[Draft | None], output: Output
 ) -> dict[int, list[TokenLogprobs]]:
     """Log-probabilities of the prompts' tokens that a pass has scored, by request."""
-    found, first = {}, 0  # row of the logits
+    found: dict[int, list[TokenLogprobs]] = {}
+    if not any(one.num_scored for one in scheduled):
+        return found
+    first = 0  # row of the logits
     for index, (one, draft) in enumerate(zip(scheduled, drafts, strict=True)):
         request, count = one.request, one.num_scored
         if count and not request.is_finished:
