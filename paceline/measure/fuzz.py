@@ -116,7 +116,7 @@ class Maker:
 
     def case(self, seed: int, number: int) -> Case:
         source = random.Random(f"{seed}/{number}")
-        length = source.choice((self.longest, source.randint(40, self.longest)))
+        length = source.choice((self.longest, source.randint(40, self.longest), source.randint(40, 90)))
         num_seqs = source.randint(1, 8)
         engine = {
             "speculative_config": self._drafter(source),
@@ -126,7 +126,7 @@ class Maker:
             "enable_prefix_caching": source.random() < 0.8,
         }
         asks = list[Ask]()
-        for _ in range(source.randint(1, 8)):
+        for _ in range(source.randint(1, source.choice((1, 8, 20)))):
             asks.append(self._ask(source, length, asks))
         return Case(engine, source.choice((0, 1, 3, 8, 64)), tuple(asks))
 
@@ -143,7 +143,7 @@ class Maker:
 
     def _ask(self, source: random.Random, length: int, before: Sequence[Ask]) -> Ask:
         prompt = self._prompt(source, length - 1, before)
-        arrives = source.choice((0, 0, source.randint(0, 12)))
+        arrives = source.choice((0, source.randint(0, 12), source.randint(0, 40)))
         leaves = arrives + source.randint(0, 12) if source.random() < 0.15 else None
         return Ask(prompt, self._params(source), arrives, leaves, source.choice((0, 0, 0, 1, -1)))
 

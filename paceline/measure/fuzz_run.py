@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.noise import child_seed
 from paceline.core.params import SamplingParams
 from paceline.core.types import BLOCK_SIZE, Request, TokenLogprobs
+from paceline.engine.engine import Engine
 from paceline.loaders.detokenize import Detokenizer
 from paceline.measure.fuzz import Ask, Case
 
@@ -46,7 +47,7 @@ class Runner:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options, self.counts = options, Counter[str]()
-        self.plain = LLM(options, speculative_config=None, enable_prefix_caching=False)
+        self.plain = LLM(options, speculative_config=None, enable_prefix_caching=False, max_num_seqs=1)
         executor = self.plain.engine.executor
         if not executor.decoder.is_exact:
             remedy = "add --exact, or use --device cpu"
@@ -56,6 +57,8 @@ class Runner:
         self._block_bytes = (memory.keys.nbytes + memory.values.nbytes) // (memory.num_blocks + 1)
         self.longest = min(self.plain.engine.config.max_model_len, NUM_LONGEST)
         self._known: dict[str, Said] = {}
+        vocab_size = self.plain.checkpoint.config.vocab_size
+        self._intake = Intake(self.plain.tokenizer, vocab_size, self.longest)  # keeps what grammars need
         gc.freeze()  # what is here by now stays: the collections after each case need not look at it
 
     def fails_again(self, case: Case, kind: str = "") -> Failure | None:
@@ -73,7 +76,8 @@ class Runner:
         llm = None
         try:
             llm = LLM(self.options, **case.engine, kv_cache_memory=memory, progress=False)
-            answers = run(llm, case.asks, self.counts)
+            intake = replace(self._intake, max_model_len=llm.engine.config.max_model_len)
+            answers = run(llm.engine, intake, case.asks, self.counts)
         except Exception as error:  # whatever it is, it is what is looked for
             if llm is None and isinstance(error, PacelineError):  # what does not go together, said in words
                 self.counts["refused engines"] += 1
@@ -118,7 +122,7 @@ class Runner:
             params[name] = min(params.get(name, default), room)
         alone = Ask(ask.prompt, params)
         if (key := repr(alone)) not in self._known:
-            ((self._known[key],),) = run(self.plain, [alone])
+            ((self._known[key],),) = run(self.plain.engine, self._intake, [alone])
         return self._known[key]
 
     def forget(self) -> None:
@@ -126,10 +130,10 @@ class Runner:
         self._known.clear()
 
 
-def run(llm: LLM, asks: Sequence[Ask], counts: Counter[str] | None = None) -> list[list[Said]]:
+def run(
+    engine: Engine, intake: Intake, asks: Sequence[Ask], counts: Counter[str] | None = None
+) -> list[list[Said]]:
     """The answers of every request; raises where the engine fails, hangs or keeps a block."""
-    engine, words = llm.engine, llm.tokenizer
-    intake = Intake(words, llm.checkpoint.config.vocab_size, engine.config.max_model_len)
     groups: dict[int, list[Request]] = {}
     logprobs: dict[str, list[TokenLogprobs]] = {}
     refused: dict[int, str] = {}
@@ -155,7 +159,7 @@ def run(llm: LLM, asks: Sequence[Ask], counts: Counter[str] | None = None) -> li
     assert not engine.has_work, f"requests are still running after {MOST_STEPS} steps"
     assert engine.executor.kv.num_used == 0, f"{engine.executor.kv.num_used} blocks are still held"
     if counts is not None:
-        _count(counts, llm, [request for group in groups.values() for request in group])
+        _count(counts, engine, [request for group in groups.values() for request in group])
     engine.stats.clear()
     return [
         [Said([], "", refused[i], [])]
@@ -173,8 +177,8 @@ def _said(request: Request, logprobs: list[TokenLogprobs]) -> Said:
     return Said(request.output, words.text, end, logprobs)
 
 
-def _count(counts: Counter[str], llm: LLM, requests: Sequence[Request]) -> None:
-    totals = llm.engine.totals
+def _count(counts: Counter[str], engine: Engine, requests: Sequence[Request]) -> None:
+    totals = engine.totals
     counts["cases"] += 1
     counts["requests"] += len(requests)
     counts["tokens"] += sum(request.num_output for request in requests)

@@ -208,7 +208,7 @@ class Soak(Report):
       paceline bench soak --faults 200 --seed 1"""
 
     what: str = option("load", MAIN, "load, disconnects, kills, faults or sigterm.", is_argument=True)
-    faults: int | None = option(None, MAIN, "So many random faults of every kind.", min=1)
+    faults: int | None = option(None, MAIN, "That many random faults, of every kind.", min=1)
     seed: int = option(0, MAIN, "Of the faults.")
     clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
     seconds: float = option(60.0, MAIN, "Of load.", min=1)

@@ -83,7 +83,7 @@ def main() -> None:
     file = channel.makefile("rb")
     while (message := processes.unpack(file.readline())) is not None:
         problem = None
-        # Whoever asks ends what takes too long; where that process was killed meanwhile, this does.
+        # The engine ends what takes too long; this does where the engine was killed meanwhile.
         signal.alarm(int(LIMIT_S if compiler else START_S) + 1)
         try:
             if compiler is None:

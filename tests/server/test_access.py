@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from paceline.measure.faults import HARD
 from paceline.server.middleware import Keys, needs_key
 from tests.server.conftest import KEYS
 from tests.server.harness import WAIT_S, Server, as_stranger, launch
@@ -207,9 +208,19 @@ def test_a_body_that_dribbles_is_given_up(limited_server: Server) -> None:
         {"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 10**6}},
         {"guided_json": {"enum": [f"word{i}" for i in range(4000)]}},
         {"guided_choice": ["x" * 70_000]},
+        HARD[-1],
         {"bad_words": [chr(97 + i % 26) * (i % 50 + 1) for i in range(128)]},
     ],
-    ids=["repeats", "branches", "doubling", "many items", "long enum", "long choice", "many bad words"],
+    ids=[
+        "repeats",
+        "branches",
+        "doubling",
+        "many items",
+        "long enum",
+        "long choice",
+        "meeting patterns",
+        "many bad words",
+    ],
 )
 def test_hard_grammars_are_refused_or_done_in_time(tiny_server: Server, options: dict[str, Any]) -> None:
     """In seconds, and where others use the machine in a minute; the worst of them would take hours."""

@@ -4,6 +4,7 @@ held.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from paceline.loaders import hub
+from paceline.measure.faults import HARD, descendants, gone
 from tests.server.harness import CODE, STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
 # Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow
@@ -30,6 +32,9 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "speculative": "off",
 }
+
+
+SLOW: dict[str, Any] = {"prompt": "x", **HARD[-1]}
 
 
 @pytest.fixture
@@ -162,6 +167,31 @@ def test_kills_under_load(wide_folder: Path, tmp_path: Path) -> None:
 def test_sigterm_under_load(wide_folder: Path, tmp_path: Path) -> None:
     options = ("--clients", "12", "--model", str(wide_folder), "--server-options", "--drain-timeout 300")
     assert soak(tmp_path / "r.json", "sigterm", *options)["status"] == 0
+
+
+@pytest.mark.slow
+def test_faults_of_every_kind_lose_nothing(wide_folder: Path, tmp_path: Path) -> None:
+    options = ("--faults", "30", "--seed", "3", "--model", str(wide_folder))
+    report = soak(tmp_path / "r.json", *options)
+    assert report["lost"] == 0
+    assert not any(report["left_behind"].values())
+    assert {"a bad body", "engine killed", "dribbles headers"} <= set(report["kinds"])
+
+
+def test_a_killed_engine_leaves_no_grammar_behind(wide_folder: Path) -> None:
+    """It would take minutes to compile, and the process that would have ended it is gone."""
+    server = start_server(str(wide_folder))
+    try:
+        assert server.post("/v1/completions", prompt="x", max_tokens=1, guided_regex="a").status_code == 200
+        asking = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=SLOW, daemon=True)
+        below = descendants(server.process.pid)
+        asking.start()
+        time.sleep(0.3)
+        os.kill(int(server.metrics()["paceline:engine_pid"]), signal.SIGKILL)
+        asking.join(WAIT_S)
+        assert asyncio.run(gone(below, 20))
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(
