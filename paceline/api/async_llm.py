@@ -170,6 +170,8 @@ class AsyncLLM:
             if not call.inboxes:
                 prompt = self.llm._intake.encode(call.prompt)
                 requests = self.llm._requests(prompt, call.params, call.priority)
+                for request in requests:
+                    request.is_streamed = call.params.output_kind is not RequestOutputKind.FINAL_ONLY
                 (call.inboxes,) = self.llm._add([(prompt, requests)])
                 call.num_seen = [0] * len(requests)
             if call.is_aborted:

@@ -8,6 +8,9 @@ import { Tally, shown } from "./numbers.js";
 const DRAW_MS = 100;
 const ENDS = { length: "reached max tokens", stop: "", content_filter: "filtered", tool_calls: "called a tool" };
 
+/** The text of a piece: what a model thinks is shown before what it answers. */
+const said = (delta) => (delta?.reasoning_content ?? "") + (delta?.content ?? "");
+
 export class Turn {
   constructor() {
     this.answer = new Answer();
@@ -48,7 +51,7 @@ export class Turn {
 
   _draw() {
     const chunks = this._undrawn.splice(0);
-    for (const chunk of chunks) this.answer.add(chunk.delta?.content, chunk.speculative);
+    for (const chunk of chunks) this.answer.add(said(chunk.delta), chunk.speculative);
     if (chunks.length) this.passes.grow();
     return chunks.length > 0;
   }
