@@ -7,7 +7,7 @@ become a stop string, are held back. Invariant: without a stop, `finish` makes i
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paceline.loaders.tokenizer import Tokenizer
 
@@ -28,6 +28,10 @@ class Detokenizer:
         self._new: list[str] = []  # settled since
         self._tail = ""  # decoded, but maybe the beginning of a stop string
         self.stopped_by: str | None = None  # the stop string that was completed
+
+    def show(self, tokens: Collection[int]) -> None:
+        """These special tokens are text, too."""
+        self._hidden = self._hidden.difference(tokens)
 
     def push(self, token: int) -> bool:
         """Add a token; True if it completed a stop string. Tokens after that change nothing."""

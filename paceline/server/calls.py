@@ -50,6 +50,7 @@ class Call:
     arrived: float = field(default_factory=time.monotonic)
     prompts: dict[int, int] = field(default_factory=dict)  # by part: its number of tokens, once admitted
     echoes: dict[int, str] = field(default_factory=dict)  # by part: its prompt as text
+    prompt_ends: dict[int, str] = field(default_factory=dict)  # by part: the last words of its prompt
     first_at: float | None = None
     last_at: float = 0.0
     num_first: int = 0  # tokens that came with the first
@@ -69,6 +70,7 @@ class Call:
 
     def admit(self, part: int, prompt: Mapping[str, Any]) -> None:
         self.prompts[part], self.echoes[part] = prompt["num_prompt"], prompt["echo"]
+        self.prompt_ends[part] = prompt["end"]
         self._signal.set()
 
     def fail(self, error: ApiError) -> None:
@@ -123,15 +125,18 @@ class Call:
             "tokens_per_second": round(num / decoding, 2) if decoding > 0 else 0.0,
         }
 
+    def counts(self) -> dict[str, Any]:
+        """Tokens so far. Those of a prompt count once, however many choices it has."""
+        num_prompt, num = sum(self.prompts.values()), self.num_tokens
+        return {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
+
     def usage(self) -> dict[str, Any]:
-        """OpenAI's, and ours. Tokens of a prompt count once, however many choices it has."""
+        """OpenAI's, and ours."""
         firsts = [self.ends.get(part * self.num_choices, {}) for part in range(self.num_parts)]
-        num_prompt, stats = sum(self.prompts.values()), added(end["stats"] for end in self.ends.values())
+        stats = added(end["stats"] for end in self.ends.values())
         speculative = json.loads(json.dumps(stats.to_dict()), parse_float=lambda text: round(float(text), 4))
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": self.num_tokens,
-            "total_tokens": num_prompt + self.num_tokens,
+            **self.counts(),
             "prompt_tokens_details": {"cached_tokens": sum(end.get("cached_tokens", 0) for end in firsts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.num_accepted,

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, option, options_of, parsed, require
+from paceline.server.formats import FORMATS
 
 PREFIX = "PACELINE_"
 HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
@@ -38,6 +39,7 @@ class ServerConfig(EngineOptions):
     host: str = option("127.0.0.1", HTTP, "Where to listen; 0.0.0.0 is every address of the machine.")
     port: int = option(8000, HTTP, "0 takes a free one and says which.")
     playground: bool = option(True, HTTP, "Serve the page at /.")
+    tool_call_parser: str | None = option(None, HTTP, "How calls are written; left out: as in its template.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
     api_key: tuple[str, ...] = option((), ACCESS, "A key clients must show; repeatable; safer in a file.")
     api_key_file: str | None = option(None, ACCESS, "A file with one key a line.")
@@ -67,6 +69,9 @@ class ServerConfig(EngineOptions):
                 require(is_within, name, value, remedy)
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, "log_level", self.log_level, f"use one of {', '.join(levels)}")
+        parser = self.tool_call_parser
+        remedy = f"use one of {', '.join(FORMATS)}, or leave it out"
+        require(parser is None or parser in FORMATS, "tool_call_parser", parser, remedy)
         has_both = (self.ssl_certfile is None) == (self.ssl_keyfile is None)
         require(has_both, "ssl_keyfile", self.ssl_keyfile, "give --ssl-certfile and --ssl-keyfile")
         if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not shown

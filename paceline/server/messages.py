@@ -22,6 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.server import formats
 from paceline.server.grammar_check import GrammarChecker
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -60,7 +61,9 @@ class Preparer(NamedTuple):
         if "text" in prompt:
             return self.intake.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
         options = {name: prompt[name] for name in ("add_generation_prompt", "tools")}
-        return self.intake.tokenizer.encode_chat(prompt["messages"], **options, **prompt["template_options"])
+        tokenizer, options = self.intake.tokenizer, options | prompt["template_options"]
+        tokens = tokenizer.encode_chat(prompt["messages"], **options)
+        return tokens + tokenizer.encode(prompt.get("opening", ""), add_special=False)
 
     def _requests(self, tokens: list[int], message: Mapping[str, Any]) -> list[Request]:
         context, limit, count = self.intake.max_model_len, self.max_prompt_tokens, len(tokens)
@@ -78,6 +81,12 @@ class Preparer(NamedTuple):
             self.checker.check(options["structured_outputs"])
         requests = self.intake.requests(tokens, params, message.get("priority", 0))
         self.engine.check_fits(requests[0])
+        if names := message.get("shown"):
+            tokenizer = self.intake.tokenizer
+            hidden = tokenizer.special_ids - tokenizer.eos_ids
+            for request in requests:
+                assert isinstance(request.text_stop, Detokenizer)
+                request.text_stop.show([each for each in hidden if tokenizer.token_name(each) in names])
         return requests
 
 
@@ -92,6 +101,7 @@ def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[st
         "num_blocks": engine.executor.kv.num_blocks,
         "has_template": template is not None,
         "has_tools": template is not None and "tools" in template,
+        **formats.described(template or ""),
         "speculative": {
             "method": "hybrid" if isinstance(method, list) else method,
             "drafters": [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))],

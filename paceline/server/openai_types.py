@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+
+from paceline.core.content import plain_text
+from paceline.core.errors import RequestError
 
 MOST_MESSAGES, MOST_TOOLS, MOST_LOGPROBS = 2048, 128, 20
 MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1000  # characters of all stop strings together
 TAKEN = {"messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token", "template"}
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+REASONING = AliasChoices("reasoning_content", "reasoning")  # the older name, and the newer
 Prompt = str | list[int] | list[str] | list[list[int]]
 
 
@@ -33,12 +38,21 @@ def _several(prompt: Prompt) -> list[str] | list[list[int]]:
 
 
 def _text(content: str | list[ContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "input_text", "refusal") or part.text is None:
-            raise ValueError(f"has a part of type {part.type!r:.40}; this model reads text only")
-    return "".join(part.text or "" for part in content)
+    parts: Any = content
+    if isinstance(content, list):
+        parts = [part.model_dump(exclude_none=True) for part in content]
+    try:
+        return plain_text(parts) or ""
+    except RequestError as error:  # the place is named by what is shown of it
+        raise ValueError(str(error).removeprefix("content ")) from None
+
+
+def _arguments(text: str) -> Any:
+    """What a template is given: JSON's value, or the text of what a model could not finish."""
+    try:
+        return from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return text
 
 
 def _free_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -53,6 +67,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Speculative(Body):
@@ -126,11 +141,12 @@ class CompletionRequest(Sampling):
 class ContentPart(BaseModel):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(BaseModel):
     name: str
-    arguments: Annotated[Json[Any], BeforeValidator(lambda text: text or "{}")] = Field(default_factory=dict)
+    arguments: Annotated[str, AfterValidator(_arguments)] = Field("{}", validate_default=True)
 
 
 class ToolCall(BaseModel):
@@ -143,11 +159,16 @@ class Message(BaseModel):
     """As templates know messages: content is text, arguments are objects. Clients send back what they were
     given, with fields of no meaning here: those are left out."""
 
-    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
+    role: Role
     content: Annotated[str | list[ContentPart] | None, AfterValidator(_text)] = ""
+    refusal: str | None = Field(None, exclude=True)
+    reasoning_content: str | None = Field(None, validation_alias=REASONING)
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
+
+    def model_post_init(self, context: Any) -> None:
+        self.content = self.content or self.refusal or ""
 
 
 class Function(BaseModel):
@@ -168,6 +189,7 @@ class Templated(Body):
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_free_names)] = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ChatRequest(Sampling, Templated):
@@ -177,6 +199,8 @@ class ChatRequest(Sampling, Templated):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    prediction: dict[str, Any] | None = None  # of no influence on the text
 
 
 class TokenizeRequest(Templated):

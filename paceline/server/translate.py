@@ -21,13 +21,15 @@ from paceline.server import openai_types as types
 from paceline.server import tools as tooling
 from paceline.server.calls import Call, Delta
 from paceline.server.config import ServerConfig
+from paceline.server.formats import FORMATS, HERMES, Format
+from paceline.server.reading import AnswerReader, Fields, Reading
 from paceline.server.responses import ApiError
-from paceline.server.tools import Fields, ToolReader
 
 # Fields of a body that are those of SamplingParams.
 SAME_NAMES = {*types.Sampling.model_fields} & {*SamplingParams.__slots__} - {"structured_outputs"}
 Chat = types.ChatRequest | types.TokenizeRequest
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI has it
+FINAL = "<|channel|>final<|message|>"  # where gpt-oss writes what it was asked for
 
 
 class Job(NamedTuple):
@@ -40,7 +42,9 @@ class Job(NamedTuple):
     has_logprobs: bool
     has_details: bool
     echo: bool = False
-    tool_names: frozenset[str] = frozenset()
+    reading: Reading = Reading()
+    has_reasoning: bool = True  # shown to the client, where the model writes some
+    has_counts: bool = False  # in every chunk
 
 
 def _refuse_if(is_wrong: bool, name: str, what: str) -> None:
@@ -79,13 +83,30 @@ class Translator(NamedTuple):
         _refuse_if(choice != "none" and not tools, "tool_choice", "needs tools; list them, or leave it out")
         if choice == "none":
             tools = []
-        names = frozenset(tool["function"]["name"] for tool in tools)
+        names = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        forced = tuple[str, ...]()
         if choice not in ("none", "auto"):
             wanted = None if isinstance(choice, str) else choice.function.name
             what = f"names {wanted!r:.80}, which is not among the tools"
             _refuse_if(wanted is not None and wanted not in names, "tool_choice", what)
+            forced = (wanted,) if wanted is not None else tuple(names)
             extra["structured_outputs"] = {"json": tooling.forced_schema(tools, wanted)}
-        return self._job(body, [self._chat_prompt(body, tools)], extra, tool_names=names)
+        is_json = bool(forced) or any(
+            {"json", "json_object"} & set(each) for each in _structured(body).values()
+        )
+        prompt, written = self._chat_prompt(body, tools), self._format()
+        thinking = self.info["thinking"]
+        if is_json:  # from the first token on: there is no room for reasoning
+            prompt["template_options"] = {"enable_thinking": False} | prompt["template_options"]
+            prompt["opening"] = FINAL if written.is_channels else ""
+            written, thinking = HERMES if written.is_channels else written, None
+        reading = Reading(written, names, thinking, forced, 1 if body.parallel_tool_calls is False else None)
+        return self._job(
+            body, [prompt], extra, reading=reading, has_reasoning=body.include_reasoning is not False
+        )
+
+    def _format(self) -> Format:
+        return FORMATS[self.config.tool_call_parser or self.info["format"]]
 
     def tokenize(self, body: types.TokenizeRequest) -> Fields:
         if (body.prompt is None) == (body.messages is None):
@@ -97,14 +118,26 @@ class Translator(NamedTuple):
     def _chat_prompt(self, body: Chat, tools: list[Fields]) -> Fields:
         if not self.info["has_template"]:
             raise ApiError(400, "the model has no chat template; use /v1/completions")
-        messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-        has_tools = self.info["has_tools"]
+        messages = [self._message(message) for message in body.messages or ()]
+        has_tools, effort = self.info["has_tools"], body.reasoning_effort
+        options: Fields = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            options["enable_thinking"] = False
         return {
             "messages": messages if has_tools else tooling.for_plain_template(messages, tools),
             "tools": tools if tools and has_tools else None,
             "add_generation_prompt": body.add_generation_prompt is not False,
-            "template_options": body.chat_template_kwargs or {},
+            "template_options": options | (body.chat_template_kwargs or {}),
         }
+
+    def _message(self, message: types.Message) -> Fields:
+        """With the names that the template has."""
+        written = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not self.info["has_developer"]:
+            written["role"] = "system"
+        if message.tool_calls and not message.content and self._format().is_channels:
+            written["thinking"] = message.reasoning_content or ""
+        return written
 
     def _job(self, body: types.Sampling, prompts: list[Fields], extra: Fields, **more: Any) -> Job:
         options = body.model_dump(include=SAME_NAMES, exclude_none=True) | extra
@@ -123,11 +156,14 @@ class Translator(NamedTuple):
             raise ApiError(400, str(error), param=str(error).split(" ", 1)[0].split(".")[0]) from None
         self._check_limits(options, len(prompts) * params.n)
         common = {"params": options, "priority": body.priority or 0, "details": has_details}
+        common |= {"echo": more.get("echo", False), "shown": more.get("reading", Reading()).tokens}
+        streamed = body.stream_options or types.StreamOptions()
         return Job(
-            parts=[{"prompt": prompt, **common, "echo": more.get("echo", False)} for prompt in prompts],
+            parts=[{"prompt": prompt, **common} for prompt in prompts],
             num_choices=params.n,
             is_stream=bool(body.stream),
-            has_usage=bool(body.stream_options and body.stream_options.include_usage),
+            has_usage=bool(streamed.include_usage),
+            has_counts=bool(streamed.include_usage and streamed.continuous_usage_stats),
             has_logprobs=params.logprobs is not None,
             has_details=has_details,
             **more,
@@ -194,7 +230,7 @@ class Writer:
     is_chat: bool
     num_spec_tokens: int
     created: int = field(default_factory=lambda: int(time.time()))
-    _readers: dict[int, ToolReader] = field(default_factory=dict)  # by choice
+    _readers: dict[int, AnswerReader] = field(default_factory=dict)  # by choice
     _offsets: dict[int, int] = field(default_factory=dict)  # by choice: characters of its tokens so far
 
     @property
@@ -221,6 +257,8 @@ class Writer:
                 opening |= empty if self.is_chat else {"text": self._echo(index)}
                 yield {**head, "choices": [opening]}
             is_first = False
+            if self.job.has_counts:
+                head = frame | {"usage": self.call.counts()}
             for delta in news:
                 if (written := self._choice_json(delta, "delta")) is not None:
                     yield {**head, "choices": [written]}
@@ -241,21 +279,26 @@ class Writer:
     def _choice_json(self, delta: Delta, key: Literal["message", "delta"]) -> Fields | None:
         """One choice, whole or a piece. None where nothing can be shown yet: half a character, or what may
         become a stop string or a call."""
-        reader = self._readers.setdefault(delta.index, ToolReader(self.job.tool_names))
-        num_before = reader.num_calls
-        text, calls = reader.read(delta.text, is_last=delta.end is not None)
-        if not (text or calls or delta.logprobs or delta.details or delta.end):
+        if (reader := self._readers.get(delta.index)) is None:
+            end = self.call.prompt_ends[delta.index // self.call.num_choices]
+            reader = self._readers[delta.index] = AnswerReader(self.job.reading, end)
+        said = reader.read(delta.text, is_last=delta.end is not None)
+        text, calls, thought = said.content, said.calls, said.reasoning if self.job.has_reasoning else ""
+        if not (text or calls or thought or delta.logprobs or delta.details or delta.end):
             return None
         reason = "stop" if delta.end == "abort" else delta.end
         logprobs = self._logprobs_json(delta.index, delta.logprobs) if self.job.has_logprobs else None
         written: Fields = {"index": delta.index, "logprobs": logprobs, "finish_reason": reason}
         if self.is_chat:
             if key == "message":
-                content = text if text or not calls else None
+                content = text if text or not (calls or said.reasoning) else None
                 message: Fields = {"role": "assistant", "content": content, "refusal": None}
+                for call in calls:
+                    del call["index"]
             else:
                 message = {"content": text} if text else {}
-                calls = [{"index": num_before + i, **call} for i, call in enumerate(calls)]
+            if thought:  # by its older name, and the newer
+                message |= {"reasoning_content": thought, "reasoning": thought}
             written[key] = message | ({"tool_calls": calls} if calls else {})
             if reader.num_calls and reason == "stop":
                 written["finish_reason"] = "tool_calls"

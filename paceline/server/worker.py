@@ -36,6 +36,7 @@ from paceline.server.isolation import InternalError, Isolation
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[processes.Message]
+PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
 
@@ -156,7 +157,8 @@ class Worker:
         self._is_stale = True
         first = requests[0]
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
-        return {"num_prompt": first.num_prompt, "echo": echo}
+        end = tokenizer.decode(first.tokens[: first.num_prompt][-PROMPT_END:], skip_special=False)
+        return {"num_prompt": first.num_prompt, "echo": echo, "end": end}
 
     def _watch(self, event: watch.Begun | watch.Choice | watch.Coin | watch.Redraw | Verdict) -> None:
         """Shows the recorder of the request being judged what the engine shows, and others nothing."""

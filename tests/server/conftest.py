@@ -4,16 +4,29 @@ interrupted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from paceline.loaders import hub
-from tests.make_models import tiny_hf, tiny_tokenizer
+from tests.make_models import VOCAB, tiny_hf, tiny_tokenizer
 from tests.server.harness import Server, start_server
 
 KEYS = ("first-secret-key-71", "second-secret-key-72")
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
+THINKING_TEMPLATE = """{%- if tools %}<|im_start|>tools
+{{ tools | tojson }} <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if reasoning_effort %}Effort: {{ reasoning_effort }}
+{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% if enable_thinking is false %}</think>
+{% endif %}{% endif %}"""
 
 
 @pytest.fixture(scope="session")
@@ -70,5 +83,36 @@ def limited_server() -> Iterator[Server]:
     }
     sizes = {"max-request-bytes": 20_000, "max-choices": 4, "max-grammar-bytes": 1000}
     server = start_server("default", *(f"--{name}={value}" for name, value in {**limits, **sizes}.items()))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with the marks of families that think and call: a template that opens the reasoning, and
+    special tokens of other formats.
+    """
+    folder = tmp_path_factory.mktemp("thinking")
+    tiny_hf(folder, "llama", max_position_embeddings=4096)
+    tiny_tokenizer(folder, VOCAB - len(MARKS))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": THINKING_TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def thinking_server(thinking_folder: Path) -> Iterator[Server]:
+    server = start_server(str(thinking_folder), "--served-model-name", "tiny")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def harmony_server(thinking_folder: Path) -> Iterator[Server]:
+    """The same model, read as gpt-oss is."""
+    server = start_server(str(thinking_folder), "--served-model-name", "tiny", "--tool-call-parser", "openai")
     yield server
     server.kill()

@@ -36,7 +36,12 @@ def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> Non
 def test_every_setting_can_be_a_variable() -> None:
     values: dict[Any, str] = {bool: "true", int: "2048", float: "2.5", tuple[str, ...]: "a, b"}
     for setting, kind in options_of(ServerConfig):
-        special = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}
+        special = {
+            "log_level": "debug",
+            "tool_call_parser": "mistral",
+            "speculative_config": '{"method": "suffix"}',
+            "max_choices": "9",
+        }
         text = {**special, "max_num_seqs": "128"}.get(setting.name)  # no more than max_num_batched_tokens
         if setting.name.startswith("ssl_"):
             continue  # only together

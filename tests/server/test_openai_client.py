@@ -271,7 +271,11 @@ def test_a_tool_call_that_is_asked_for(client: openai.OpenAI, choice: Any, strea
     answer = chat(client, tools=TOOLS, tool_choice=choice, max_tokens=200, stream=stream)
     if stream:
         chunks = list(answer)
-        (call,) = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
+        call, *pieces = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
+        assert pieces
+        for piece in pieces:
+            assert (piece.index, piece.id) == (call.index, None)
+            call.function.arguments += piece.function.arguments
         reason = chunks[-1].choices[0].finish_reason
         assert not any(c.choices[0].delta.content for c in chunks)
     else:

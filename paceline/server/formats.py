@@ -1,0 +1,120 @@
+"""How families of models write tool calls and reasoning, and which of these ways a chat template shows.
+Invariant: a row says only what is written; reading.py alone reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What stands before a call's arguments; the last group is the function's name. No quantifier goes back:
+# whatever a model writes is read in linear time.
+_NAMED = r'"name"\s*+:\s*+"([^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+JSON_HEAD = re.compile(rf'\s*+(?:\[\s*+)?+\{{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+{_NAMED}')
+MISTRAL_HEAD = re.compile(
+    rf"{JSON_HEAD.pattern}|\s*+([\w.-]++)(?:\[CALL_ID\]\w*+)?+(?:\[ARGS\])?+\s*+(?=\{{)"
+)
+# Where a message of gpt-oss goes: whom it calls, before or after its channel, and how it is written.
+_TO = r"(?:\s*+to=functions\.(?P<{}>[\w.-]++))?+"
+HARMONY_HEAD = re.compile(
+    rf"(?:<\|start\|>assistant)?+{_TO.format('before')}\s*+<\|channel\|>(?P<channel>\w++)"
+    rf"{_TO.format('after')}[^<]*+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
+)
+# Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
+_XML_NAME = re.compile(r"\s*+(?:<function=)?+([\w.-]++)(?:>|\s*+(?=<arg_key>|$))")
+_XML_PAIRS = (("<parameter=", ">", "</parameter>"), ("<arg_key>", "</arg_key>", "</arg_value>"))
+Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
+Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    opens: tuple[str, ...]  # what begins a call, or a message
+    ends: tuple[str, ...] = ()  # what ends it
+    head: re.Pattern[str] = JSON_HEAD
+    also: tuple[str, ...] = ()  # further tokens that must be seen as text
+    has_short_ids: bool = False  # templates of Mistral take no others
+    is_channels: bool = False  # all is in messages with a header
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return (*self.opens, *self.ends, *self.also)
+
+
+HERMES = Format(("<tool_call>",), ("</tool_call>",))
+HARMONY = Format(
+    ("<|start|>", "<|channel|>"),
+    ("<|end|>", "<|call|>", "<|return|>"),
+    HARMONY_HEAD,
+    ("<|message|>", "<|constrain|>"),
+    is_channels=True,
+)
+FORMATS = {  # by vLLM's names
+    "hermes": HERMES,
+    "qwen3_coder": Format(("<tool_call>", "<function="), ("</tool_call>", "</function>")),  # in one or both
+    "glm45": HERMES,
+    "llama3_json": Format(("<|python_tag|>",)),
+    "mistral": Format(("[TOOL_CALLS]",), (), MISTRAL_HEAD, ("[ARGS]", "[CALL_ID]"), has_short_ids=True),
+    "granite": Format(("<|tool_call|>",)),
+    "openai": HARMONY,
+}
+# What of a template shows the format; the first that is found.
+SIGNS = {
+    "<|channel|>": "openai",
+    "[TOOL_CALLS]": "mistral",
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "<|tool_call|>": "granite",
+    "<|start_header_id|>": "llama3_json",
+}
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def described(template: str) -> dict[str, Any]:
+    """What a chat template shows of how its model answers."""
+    signs = SIGNS if "tools" in template else {}  # others are told of tools in the words of tools.py
+    named = next((name for sign, name in signs.items() if sign in template), "hermes")
+    thinking = next((tags for tags in THINKING if tags[1] in template), None)
+    return {"format": named, "thinking": thinking, "has_developer": "developer" in template}
+
+
+def calls_in(text: str, tools: Tools, is_closed: bool) -> list[Found]:
+    """The calls in the whole of what stands between tags; none if it is no call of the tools."""
+    found = []
+    try:
+        value = json.loads(text)
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, dict) or str(each.get("name")) not in tools:
+                return []
+            arguments = each.get("arguments", each.get("parameters")) or {}
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            found.append((str(each["name"]), written))
+        return found
+    except (ValueError, RecursionError):
+        return list(_xml_call(text, tools)) if is_closed else []
+
+
+def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
+    head = _XML_NAME.match(text)
+    name = head[1] if head else ""
+    if name in tools:
+        kinds, arguments = tools[name].get("properties"), {}
+        for opens, between, closes in _XML_PAIRS:
+            for piece in text.split(closes)[:-1]:
+                key, _, value = piece.partition(opens)[2].partition(between)
+                value = value.removeprefix("\n").removesuffix("\n").removeprefix("<arg_value>")
+                kind = kinds.get(key) if isinstance(kinds, Mapping) else None
+                is_text = not isinstance(kind, Mapping) or kind.get("type") == "string"
+                arguments[key] = value if is_text else _typed(value)
+        yield name, json.dumps(arguments, ensure_ascii=False)
+
+
+def _typed(text: str) -> Any:
+    """What the text is as JSON, if it is JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
