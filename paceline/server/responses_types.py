@@ -143,6 +143,7 @@ class Common(Body):
     top_k: int | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     speculative: bool | str | Speculative | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31)
     chat_template_kwargs: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ import pytest
 from tests.server.conftest import KEYS
 from tests.server.harness import WAIT_S, Server, as_stranger
 from tests.server.test_openai_client import TOOLS
-from tests.server.test_responses import QUESTION, chat
+from tests.server.test_responses import QUESTION, TWO_CALLS, chat
 
 FUNCTION = TOOLS[0]["function"]
 TOOL: Any = {
@@ -135,6 +135,20 @@ def test_a_tool_is_used_and_its_result_is_read(
     failed = {**result, "is_error": True}
     turns[-1] = {"role": "user", "content": [failed, {"type": "text", "text": "And now?"}]}
     assert claude.messages.count_tokens(model="tiny", **options).input_tokens > num_input  # it is told
+
+
+def test_calls_in_the_models_own_words_are_blocks_after_its_text(claude: anthropic.Anthropic) -> None:
+    options: Any = {"tools": [TOOL], "max_tokens": 300}
+    options["extra_body"] = {"structured_outputs": {"regex": TWO_CALLS}}
+    whole = write(claude, **options)
+    assert [block.type for block in whole.content] == ["text", "tool_use", "tool_use"]
+    assert whole.content[2].input == {"rider": "Bo"}
+    starts = [
+        event.index for event in write(claude, stream=True, **options) if event.type == "content_block_start"
+    ]
+    assert starts == [0, 1, 2]
+    one: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    assert [block.type for block in write(claude, **options, tool_choice=one).content] == ["text", "tool_use"]
 
 
 def test_structured_outputs(claude: anthropic.Anthropic) -> None:

@@ -101,6 +101,25 @@ def test_a_function_call(client: openai.OpenAI, choice: Any, stream: bool) -> No
     assert answer.tools[0].name == "pull"
 
 
+TWO_CALLS = r'Well\. (<tool_call>\n\{"name": "pull", "arguments": \{"rider": "Bo"\}\}\n</tool_call>\n){2}'
+
+
+def test_calls_in_the_models_own_words_are_items_after_its_text(client: openai.OpenAI) -> None:
+    options: Any = {"tools": [TOOL], "max_output_tokens": 300}
+    options["extra_body"] = {"structured_outputs": {"regex": TWO_CALLS}}
+    answer = respond(client, **options)
+    assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
+    assert [json.loads(item.arguments) for item in answer.output[1:]] == [{"rider": "Bo"}] * 2
+    assert answer.output_text.strip() == "Well."
+    events = list(respond(client, stream=True, **options))
+    kinds = [item.type for item in events[-1].response.output]
+    assert kinds == [item.type for item in answer.output]
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert added == [0, 1, 2]
+    single = respond(client, **options, parallel_tool_calls=False)
+    assert [item.type for item in single.output] == ["message", "function_call"]
+
+
 def test_a_conversation_goes_on_by_its_id_or_in_full(client: openai.OpenAI) -> None:
     """With calls and their results, as input or kept here: the same prompt, so the same text."""
     asked: Any = {"role": "user", "content": [{"type": "input_text", "text": "Who pulls?"}]}
