@@ -98,8 +98,7 @@ class MessageWriter:
     _blocks: Blocks = field(init=False)
 
     def __post_init__(self) -> None:
-        choice = self.body.tool_choice
-        self._blocks = Blocks(self.writer, is_single=bool(choice and choice.disable_parallel_tool_use))
+        self._blocks = Blocks(self.writer)
 
     @property
     def name(self) -> str:

@@ -66,10 +66,9 @@ class Block:
 
 @dataclass(slots=True)
 class Blocks:
-    """Reads one chat's answer. is_single: of several calls only the first is wanted."""
+    """Reads one chat's answer."""
 
     writer: Writer
-    is_single: bool
     found: list[Block] = field(default_factory=list)
     finish: str = "stop"
 
@@ -99,14 +98,13 @@ class Blocks:
         self.found.append(opened)
         return opened
 
-    def _said(self, delta: Fields) -> Iterator[Block]:
+    @staticmethod
+    def _said(delta: Fields) -> Iterator[Block]:
         if text := delta.get("reasoning_content"):
             yield Block("reasoning", text)
         if text := delta.get("content"):
             yield Block("text", text)
         for call in delta.get("tool_calls") or ():
-            if call["index"] and self.is_single:
-                continue
             function = call["function"]
             arguments = function.get("arguments", "")
             yield Block("call", arguments, call.get("id", ""), function.get("name", ""), call["index"])

@@ -60,8 +60,7 @@ def as_chat(body: ResponseRequest, messages: list[Fields]) -> ChatRequest:
         form = body.text.format.model_dump(exclude_none=True)
         asked["response_format"] = {"type": form.pop("type"), "json_schema": form or None}
     if body.reasoning and (effort := body.reasoning.effort):
-        known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        asked["chat_template_kwargs"] = known | asked.get("chat_template_kwargs", {})
+        asked["reasoning_effort"] = effort
     more = {"max_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
     return ChatRequest.model_validate(asked | more)
 
@@ -75,7 +74,7 @@ class ResponseWriter:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._blocks = Blocks(self.writer, is_single=self.body.parallel_tool_calls is False)
+        self._blocks = Blocks(self.writer)
 
     @property
     def name(self) -> str:
