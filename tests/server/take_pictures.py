@@ -36,21 +36,20 @@ def start_over(browser: Browser) -> None:
     browser.script("document.getElementById('new-chat').click()")  # leaves the pointer where it is
 
 
-def take(browser: Browser, url: str, folder: Path) -> None:
+def open_page(browser: Browser, url: str) -> None:
     browser.emulate(prefers_color_scheme="light")
     browser.open(url)
     browser.set("max-tokens", 160)
     browser.type("Hello!", ENTER)  # the first answer after a start is slower
     browser.until_answered()
     start_over(browser)
+
+
+def take_races(browser: Browser, url: str, folder: Path) -> None:
+    open_page(browser, url)
     browser.type(QUESTION, CONTROL, ENTER)
     browser.until_answered()
     save(browser, folder / "playground.png")
-    start_over(browser)
-    browser.one("#watch").click()
-    browser.type(TIPS, ENTER)
-    browser.until_answered()
-    save(browser, folder / "playground_tree.png")
     browser.resize(360, 780, scale=2)
     browser.emulate(prefers_color_scheme="dark")
     start_over(browser)
@@ -58,18 +57,31 @@ def take(browser: Browser, url: str, folder: Path) -> None:
     browser.one("#race").click()
     browser.until_answered()
     save(browser, folder / "playground_phone.png")
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def take_tree(browser: Browser, url: str, folder: Path) -> None:
+    open_page(browser, url)
+    browser.one("#watch").click()
+    browser.type(TIPS, ENTER)
+    browser.until_answered()
+    save(browser, folder / "playground_tree.png")
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
     hub.resolve("default", progress=False)
-    server = start_server("default")
     browser = Browser(1360, 1060)
+    always = '{"method": ["suffix", "eagle"], "num_speculative_tokens": 7}'  # a tree in every pass
     try:
-        take(browser, server.url, folder)
+        for take, flags in ((take_races, ()), (take_tree, ("--speculative-config", always))):
+            server = start_server("default", *flags)
+            try:
+                take(browser, server.url, folder)
+            finally:
+                server.kill()
     finally:
         browser.close()
-        server.kill()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ export function offer(speculative) {
   byId("drafter").disabled = byId("k").disabled = most === 0;
   byId("drafting-note").hidden = most > 0;
   byId("drafting-note").textContent = most > 0 ? "" : "This server was started without drafts; start it with --speculative-config auto.";
-  learn(drafters);
+  learn(drafters.filter((name) => name !== "hybrid")); // its tokens bear the names of those it asks
   showValues();
 }
 

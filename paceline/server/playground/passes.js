@@ -100,8 +100,9 @@ function sentence(step, own) {
 }
 
 function mostTelling(steps) {
-  const isMixed = (step) => step.accepted > 0 && step.draft.some((node) => node.fate === "rejected");
-  const most = (some) => some.reduce((best, step) => (step.draft.length > (best?.draft.length ?? 0) ? step : best), null);
+  const judged = (step) => step.draft.filter((node) => node.fate !== "not reached").length;
+  const isMixed = (step) => step.accepted > 0 && judged(step) > step.accepted;
+  const most = (some) => some.reduce((best, step) => (judged(step) > (best ? judged(best) : 0) ? step : best), null);
   return (most(steps.filter(isMixed)) ?? most(steps))?.step;
 }
 
