@@ -105,15 +105,20 @@ def _numbers(seconds: float, runner: Runner, found: list[Any], tell: Tell) -> An
 def _try(case: Case, name: str, folder: Path, runner: Runner, found: list[tuple[Path, Failure]]) -> None:
     path = folder / f"case-{name}.json"
     _save(path, case, Failure("crash", "the process ended while it ran"), runner)
-    failure = runner.failure(case)
+    try:
+        failure = runner.failure(case)
+    except KeyboardInterrupt:
+        path.unlink()
+        raise
     if failure is None:
         path.unlink()
     else:
         _save(path, case, failure, runner)
+        found.append((path, failure))
         case = minimise(case, partial(runner.fails_again, kind=failure.kind))
         failure = runner.fails_again(case) or failure
         _save(path, case, failure, runner)
-        found.append((path, failure))
+        found[-1] = (path, failure)
     runner.forget()
 
 

@@ -234,7 +234,10 @@ async def rage(
     async def client() -> None:
         for number, name in waiting:
             _, act, allowed = KINDS[name]
-            found = await act(Fault(endpoint, random.Random(f"{seed}/{number}"), hurting))
+            fault = Fault(endpoint, random.Random(f"{seed}/{number}"), hurting)
+            if fault.source.random() < 0.8:  # most find a server that would answer
+                await ready(endpoint)
+            found = await act(fault)
             for one in [found] if isinstance(found, str) else found:
                 is_usual = one in allowed
                 counts[name][one if is_usual else LOST] += 1
