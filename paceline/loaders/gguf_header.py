@@ -228,13 +228,7 @@ def read_config(
     rope = _rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors, long_divisors)
     rope = replace(rope, truncate=family != "gpt_oss")
     local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0 if is_gemma else rope.theta))
-    slides: tuple[bool, ...] = ()  # a flag a layer, or each layer but the last of every period; 0 means all
     some_layers = range(min(layers, MAX_LAYERS + 1))
-    if window and isinstance(pattern := keys.get(PATTERN), list):
-        slides = tuple(map(bool, pattern))
-    elif window:
-        period = keys.count(PATTERN) if pattern else PERIODS.get(family, 0)
-        slides = tuple(not period or i % period < period - 1 for i in some_layers)
     norms = {"qk_norm": "blk.0.attn_q_norm.weight" in header.tensors} if family == "glm4_moe" else {}
     return family_config(
         str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
@@ -247,10 +241,19 @@ def read_config(
         rotary_dim=0 if turned == head_dim else turned,
         tie_embeddings="output.weight" not in header.tensors,
         qkv_bias="blk.0.attn_q.bias" in header.tensors, out_bias="blk.0.attn_output.bias" in header.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in header.tensors, sliding_window=window, local_layers=slides,
+        mlp_bias="blk.0.ffn_down.bias" in header.tensors, sliding_window=window,
+        local_layers=_windows(keys, family, some_layers) if window else (),
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
         experts=gguf_experts(family, keys, layers, header.tensors), **norms, **_scales(keys, family),
     )  # fmt: skip
+
+
+def _windows(keys: Fields, family: Family, layers: range) -> tuple[bool, ...]:
+    """Which layers have one: a flag a layer, or each but the last of every period; 0 means all."""
+    if isinstance(pattern := keys.get(PATTERN), list):
+        return tuple(map(bool, pattern))
+    period = keys.count(PATTERN) if pattern else PERIODS.get(family, 0)
+    return tuple(not period or i % period < period - 1 for i in layers)
 
 
 def _scales(keys: Fields, family: Family) -> dict[str, float]:
