@@ -18,7 +18,7 @@ from paceline.core.errors import ModelFileError
 from paceline.cuda import linear
 from paceline.cuda.linear import Matrix, add_up, dequantized, splits_of
 from paceline.cuda.pack import GROUPS, Integers, PackedWeight, pack, pack_values, quantize
-from paceline.cuda.rows import Activation
+from paceline.models.config import Activation
 
 pytestmark = pytest.mark.slow  # interpreted where there is no GPU
 

@@ -41,13 +41,10 @@ def chat(client: openai.OpenAI, *messages: tuple[str, str], **options: Any) -> s
     return answer.choices[0].message.content or ""
 
 
-def test_a_response_has_the_chats_text_and_usage(client: openai.OpenAI, tiny_server: Server) -> None:
-    drafted = "paceline:spec_decode_num_draft_tokens_total"
-    before = tiny_server.settled()[drafted]
+def test_a_response_has_the_chats_text_and_usage(client: openai.OpenAI) -> None:
     answer = respond(client, max_output_tokens=48, extra_body={"ignore_eos": True})
     more: Any = {"max_tokens": 48, "extra_body": {"ignore_eos": True, "speculative": False}}
     assert answer.output_text == chat(client, ("user", QUESTION), **more)
-    assert tiny_server.settled()[drafted] > before
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.output[0].status, answer.output[0].role) == ("incomplete", "assistant")
     assert answer.usage.output_tokens == 48
