@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.cli.demo import LETTER
 from paceline.loaders import hub
 from tests.server.browser import Browser
 from tests.server.harness import start_server
 
-QUESTION = "Write a Python function that checks if a number is prime, then explain it line by line."
+QUESTION = " ".join(LETTER.split())  # a line, since Enter sends
 TIPS = "Give three tips for a cyclist who rides in a group, and say why each one matters."
 SKY = "Explain in simple words why the sky is blue, and then sum it up in one sentence."
 ENTER, CONTROL = "\ue007", "\ue009"
