@@ -142,6 +142,8 @@ def chi_square_p_value(counts: Mapping[Outcome, int], exact: Mapping[Outcome, fl
     small = [cell for cell in cells if cell[1] < SMALLEST_CELL]
     if small:
         large.append((sum(seen for seen, _ in small), sum(expected for _, expected in small)))
+    if len(large) == 1:
+        return 1.0  # there is but one outcome
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom, half = torch.tensor([(len(large) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, half))
