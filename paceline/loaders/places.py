@@ -44,7 +44,7 @@ class Part(NamedTuple):
     tensor: str
     rows: slice
     matrix: int | None
-    every: int = 1  # of those rows each so manieth, from the first on
+    every: int = 1  # step from one of those rows to the next
     is_transposed: bool = False  # the matrix has them as columns
 
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
     first: int = 0  # the row where they begin
     is_stack: bool = False  # of matrices
     runs: tuple[range, ...] = ()  # instead: the rows of the one tensor that are the weight's, in their order
-    every: int = 1  # of a stack's rows, each so manieth from `first` on
+    every: int = 1  # step from one row of a stack's matrix to the next, from `first` on
     is_transposed: bool = False  # a stack has them as columns
 
     def parts(self, rows: slice) -> Iterator[Part]:
