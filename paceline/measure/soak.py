@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from paceline.core.options import nearest, require
 from paceline.measure import faults
 from paceline.measure.endpoint import Endpoint, Refused
@@ -35,7 +37,9 @@ PROMPTS = (
     "Count from one to twenty in words.",
 )
 BUSY = ("num_requests_running", "num_requests_waiting")
-LEGEND = "memory: MB of the server and of its engine; late: samples of the event loop's lag above 50 ms.\n"
+LEGEND = """memory: MB of the server and of its engine after a tenth, at half time and at the end;
+first_token_p99_s: in the first and the last tenth; late: samples of the event loop's lag above 50 ms.
+"""
 
 
 class Run:
@@ -87,10 +91,14 @@ class Run:
         await work
         num_tokens = sum(record.num_tokens for record in self.records)
         rate = round(num_tokens / (time.monotonic() - started), 1)
-        half, last = memory[len(memory) // 2], memory[-1]
+        early, half, last = memory[len(memory) // 10], memory[len(memory) // 2], memory[-1]
         is_flat = all(b <= a * 1.05 + 8 for a, b in zip(half, last, strict=True))
         is_ok = is_flat and set(+self.outcomes) == {"ok"}
-        return {"tokens_per_second": rate, "memory_half_mb": half, "memory_end_mb": last, "is_ok": is_ok}
+        waits = [record.arrivals[0] for record in self.records if record.arrivals] or [np.inf]
+        tenth = max(1, len(waits) // 10)
+        p99 = [round(float(np.percentile(some, 99)), 3) for some in (waits[:tenth], waits[-tenth:])]
+        report = {"tokens_per_second": rate, "memory_mb": (early, half, last)}
+        return report | {"first_token_p99_s": p99, "is_ok": is_ok}
 
     async def disconnects(self) -> dict[str, Any]:
         source, gate = random.Random(0), asyncio.Semaphore(self.asked.clients)
