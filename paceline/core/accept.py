@@ -62,8 +62,13 @@ def follow(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | Non
         return None
     if len(draft.tree.tokens) == 1:
         return Verdict((0,), (token,))
-    path, tokens, node = [0], [token], 0
     drafted, parents = draft.tree.tokens, draft.tree.parents
+    if draft.tree.is_chain:
+        count = 1
+        while count < len(drafted) and drafted[count] == token and picked[first + count] >= 0:
+            token, count = picked[first + count], count + 1
+        return Verdict(tuple(range(count)), tuple(picked[first : first + count]), len(drafted) - 1)
+    path, tokens, node = [0], [token], 0
     for child in range(1, len(drafted)):  # a node comes after its parent, so one look at each is enough
         if parents[child] == node and drafted[child] == token:
             node, token = child, picked[first + child]

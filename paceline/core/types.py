@@ -55,7 +55,10 @@ class Constraint(Protocol):
 class TextStop(Protocol):
     """Turns emitted ids into text and sees stop strings."""
 
+    has_stops: bool
+
     def push(self, token: int) -> bool: ...  # whether a stop string was completed by this token
+    def extend(self, tokens: Sequence[int]) -> None: ...  # where there are no stop strings
 
 
 class TokenLogprobs(NamedTuple):
@@ -181,6 +184,9 @@ class Draft(NamedTuple):
 
     def source_of(self, node: int) -> str:
         return self.source if self.sources is None else self.sources[node]
+
+    def sources_of(self, nodes: Sequence[int]) -> tuple[str, ...]:
+        return (self.source,) * len(nodes) if self.sources is None else tuple(map(self.source_of, nodes))
 
     def cut(self, nodes: Sequence[int]) -> Draft:
         """Of these nodes alone: the root first, and each after its parent."""
@@ -340,7 +346,7 @@ class Round(NamedTuple):
     """One pass of a burst, as the device wrote it down."""
 
     drafts: list[Draft]  # what was checked, by request
-    picked: list[list[int]]  # by request: the target's token after each node, -1 where logits are not finite
+    verdicts: list[Verdict | None]  # by request; None where the logits after the root are not finite
     # All that was drafted, also what was not checked: (source, draft). Empty: what was checked and no more.
     answers: tuple[tuple[str, Draft], ...] = ()
     seconds: float | None = None  # of the round, where the device has measured it

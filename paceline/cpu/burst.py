@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.core.accept import follow
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
 from paceline.cpu import burst_kernel as kernel
@@ -71,7 +72,8 @@ class CpuBurst:
         checked = drafts[which] if drafts[which].num_drafted == count else chain(which, count)
         picked_at = kernel.WIDTH + 2 * self.length
         answers = tuple((draft.source, draft) for draft in drafts if draft.num_drafted)
-        return Round([checked], [row[picked_at:][: count + 1]], answers, seconds, head_seconds, num_read)
+        verdict = follow(checked, row[picked_at:][: count + 1])
+        return Round([checked], [verdict], answers, seconds, head_seconds, num_read)
 
 
 class CpuBurstBackend:

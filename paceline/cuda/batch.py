@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -81,9 +82,9 @@ def bucket_of(num_rows: int, num_requests: int, longest: int, num_blocks: int) -
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 masks, each row its parent's and its own bit. Bits of padding may wrap around."""
+    """[T, W] int64 masks, each row its parent's and its own bit."""
     rows = np.arange(len(parents))
-    firsts = np.repeat(starts[:-1], np.diff(starts))
+    firsts = np.repeat(np.array(starts[:-1], np.int64), np.diff(starts))
     if np.array_equal(parents, np.where(rows == firsts, -1, rows - 1)):  # chains, as prompts are
         bits = np.clip((rows - firsts)[:, None] + 1 - WORD * np.arange(num_words), 0, WORD)
         return _ONES[bits]
@@ -91,9 +92,17 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
     for first, end in pairwise(starts):
         for row in range(first, end):
             above = masks[parents[row]] if parents[row] >= 0 else 0
-            masks[row] = above | 1 << (row - first) % (WORD * num_words)
+            masks[row] = above | 1 << (row - first)
     words = bytearray().join(mask.to_bytes(WORD // 8 * num_words, "little") for mask in masks)
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
+
+
+@cache
+def _own_words(count: int, num_words: int) -> np.ndarray:
+    """[count, W] int64 masks of one request's rows without ancestors, which may wrap around."""
+    row, words = np.arange(count), np.zeros((count, num_words), np.uint64)
+    words[row, row // WORD % num_words] = np.uint64(1) << (row % WORD).astype(np.uint64)
+    return words.view(np.int64)
 
 
 class Column(NamedTuple):
@@ -185,7 +194,6 @@ def choice_values(choices: Sequence[Pick | Sampler], places: Sequence[int]) -> d
 # [WORD + 1] int64: so many bits from the lowest on
 _ONES = np.array([(1 << count) - 1 for count in range(WORD + 1)], np.uint64).view(np.int64)
 _FIRST = np.ones((REQUESTS[-1], 1), np.int64)
-_OWN = _FIRST << (np.arange(len(_FIRST)) % WORD)[:, None]  # masks of one request's rows without ancestors
 NOTHING = Columns([], [], [], [], [], [0], [], [], [], [], [])
 
 
@@ -193,11 +201,11 @@ def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None)
     """Of the target's pass; picks: how the token after each wanted row is chosen."""
     rows, requests = len(columns.slots), len(columns.prefix_lens)
     extra = bucket.rows - rows
-    if rows == requests and bucket.rows <= len(_OWN) and bucket.num_words == 1:
-        masks = np.concatenate((_FIRST[:rows], _OWN[:extra]))
+    if rows == requests <= len(_FIRST) and bucket.num_words == 1:
+        masks = _FIRST[:rows]
     else:
-        parents = [*columns.parents, *[-1] * extra]
-        masks = ancestor_words(parents, [*columns.starts, bucket.rows], bucket.num_words)
+        masks = ancestor_words(columns.parents, columns.starts, bucket.num_words)
+    masks = np.concatenate((masks, _own_words(extra, bucket.num_words)))
     starts = [*columns.starts, *[rows] * (bucket.requests - requests), bucket.rows]
     ids, positions, prefixes = columns.input_ids, columns.positions, columns.prefix_lens
     values = by_field(ids, positions, columns.slots, starts, prefixes, tables_of(columns, bucket), masks)

@@ -24,8 +24,8 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.core.tree import Tree
-from paceline.core.types import Batch, Draft, Round
-from paceline.cuda.batch import MAX_ROWS, REQUESTS, Bucket, Buffer, DeviceBatch, batch_values, next_size
+from paceline.core.types import Batch, Draft, Round, Verdict
+from paceline.cuda.batch import REQUESTS, Bucket, Buffer, DeviceBatch, batch_values, next_size
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder, PassSpec
 from paceline.cuda.graphs import Arriving, Graphs, Recording
@@ -36,6 +36,7 @@ from paceline.models.attention import LayerCache
 
 MOST_ROUNDS = 64  # in a row: to begin costs as much as a round, and slots are reserved for all of them
 MOST_ROWS = 256  # of the target's pass: more of them take time, so that of many requests drafts are short
+_PATHS = [tuple(range(count)) for count in range(MOST_ROWS + 1)]  # of a chain, by its accepted nodes
 HEAD_COLUMNS = ("places", "wanted", "written", "next_positions", "next_slots", "limits")
 
 
@@ -171,14 +172,22 @@ class CudaBurst:
         return len(self._rounds)
 
     def round(self, number: int, roots: Sequence[int]) -> Round:
-        said = self._rounds[number].array  # [requests, 3 * steps + 1]
-        steps = said.shape[1] // 3
-        reach = np.ascontiguousarray(said[:, steps : 2 * steps]).view(np.float32).cumprod(1).tolist()
+        said = self._rounds[number].array[: len(roots)]  # [requests, 3 * steps + 1]
+        steps, name = said.shape[1] // 3, self._given.names[1]
+        drafted, chances, picked = np.split(said, (steps, 2 * steps), 1)
+        reach = np.ascontiguousarray(chances).view(np.float32).cumprod(1).tolist()
+        # What follows a token that is not finite is an error only if the text comes so far.
+        is_kept = (drafted == picked[:, :-1]) & (picked[:, 1:] >= 0)
+        counts = (1 + is_kept.cumprod(1).sum(1)).tolist()
         drafts = [
-            Draft(Tree.chain(root, tokens), self._given.names[1], None, (1.0, *paths))
-            for root, tokens, paths in zip(roots, said[:, :steps].tolist(), reach, strict=False)
+            Draft(Tree.chain(root, tokens), name, None, (1.0, *paths))
+            for root, tokens, paths in zip(roots, drafted.tolist(), reach, strict=True)
         ]
-        return Round(drafts, said[: len(roots), 2 * steps :].tolist())
+        verdicts = [
+            Verdict(_PATHS[count], tuple(tokens[:count]), steps) if tokens[0] >= 0 else None
+            for count, tokens in zip(counts, picked.tolist(), strict=True)
+        ]
+        return Round(drafts, verdicts)
 
 
 class CudaBurstBackend:
@@ -236,7 +245,7 @@ class CudaBurstBackend:
         bucket = Bucket(rows, requests, next_size(LONGEST, steps + 1), decoder.num_blocks)
         shape = HeadShape(bucket, steps, wanted=requests)
         draft, head = self._head.prepare(shape)
-        bucket = bucket._replace(max_rows=next_size(MAX_ROWS, steps + 1))
+        bucket = bucket._replace(max_rows=steps + 1)  # not rounded up: attention is split by it
         check, target = decoder.prepare(PassSpec(bucket, decoder.config.num_layers, layers), self._kv)
         sizes = (len(layers), bucket.rows, decoder.config.hidden_size)
         hidden = torch.zeros(sizes, dtype=decoder.weights.dtype, device=device)

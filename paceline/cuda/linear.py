@@ -23,6 +23,7 @@ from paceline.models.config import Activation
 FUSED_ROWS = 256
 # Programs that fill a device, well or just: of 132 multiprocessors, measured.
 _ENOUGH, _MIDDLING, _FEW = 200, 150, 100
+_WAVE = 132  # programs that run at the same time, one a multiprocessor
 # With more rows, sums are many: to write and add parts of them costs more than further programs gain.
 _SOME_ROWS = 16
 _SHORTEST = 512  # inputs of a part of K, at least
@@ -52,6 +53,9 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int
         if block_t == 64 and triton.cdiv(weight.shape[0], 256) >= _FEW:
             return Tile(64, 256, 8, 4)
         return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
+    num_tiles = triton.cdiv(weight.shape[0], 64) * splits
+    while num_rows > 64 and block_t > 16 and 2 * num_tiles * triton.cdiv(num_rows, block_t) <= _WAVE:
+        block_t //= 2  # a small matrix: more programs, each with fewer rows
     # Where a multiprocessor has one or two programs, each has more on its way.
     high, low = (triton.cdiv(weight.shape[0], block_n) * splits for block_n in (128, 64))
     if block_t == 64 and high >= _FEW:

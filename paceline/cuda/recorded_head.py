@@ -90,7 +90,8 @@ class HeadCache:
     def allocate(self, count: int) -> list[int]:
         while len(self.free) < count:
             self._grow(2 * self.num_blocks)
-        blocks, self.free = self.free[-count:], self.free[:-count]
+        first = len(self.free) - count
+        blocks, self.free[first:] = self.free[first:], []
         return blocks
 
     def _grow(self, num_blocks: int) -> None:

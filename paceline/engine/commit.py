@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
-from paceline.core.types import Draft, FinishReason, Request, TokenLogprobs, Verdict
+from paceline.core.types import Draft, FinishReason, Request, Status, TokenLogprobs, Verdict
 from paceline.engine.stats import SpecStats
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.record import StepRecord
@@ -40,15 +40,17 @@ class Commits:
         """What each request emitted; the verdicts that took effect are noted in the record."""
         emissions: list[Emission] = []
         num_plain = 0
-        for index, one in enumerate(record.scheduled):
-            request, draft, verdict = one.request, record.drafts[index], record.judged[index]
-            request.scores += record.scores.get(index, ())
+        for index, scores in record.scores.items():
+            record.scheduled[index].request.scores += scores
+        each = zip(record.scheduled, record.drafts, record.judged, strict=True)
+        for index, (one, draft, verdict) in enumerate(each):
+            request = one.request
+            if request.status is Status.FINISHED:  # stopped while the pass ran
+                continue
             if isinstance(verdict, PacelineError):
                 request.error = verdict
                 self.finish(request, FinishReason.ERROR)
                 emissions.append(Emission(request, (), 0, (), ()))
-            elif request.is_finished:  # stopped while the pass ran
-                continue
             elif draft is None or verdict is None:
                 last = request.cache.num_cached + one.num_new - 1  # all before it were known, too
                 self.kv.commit(request.cache, last, (0,), request.tokens)
@@ -62,37 +64,45 @@ class Commits:
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
         """The text grows by what was accepted and the target's own token, up to the first that ends it."""
-        root, stats, text = len(request.tokens) - 1, self.stats[request.id], request.text_stop
-        reason, emitted, can_end = None, 0, self._can_end(request, verdict.tokens)
-        for token in verdict.tokens:
-            request.tokens.append(token)
-            emitted += 1
-            if text is not None and text.push(token):
-                reason = FinishReason.STOP
-            elif can_end:
-                reason = self._ending(request, token)
-            if reason is not None:
-                break
+        root, stats, tokens = len(request.tokens) - 1, self.stats[request.id], verdict.tokens
+        path, logprobs, reason = verdict.path, verdict.logprobs, None
+        if self._can_end(request, tokens):
+            tokens, reason = self._until_end(request, tokens)
+            path, logprobs = path[: 1 + len(tokens)], logprobs[: len(tokens)]
+        else:  # nearly always: all at once, since this is most of the host's work where requests are many
+            request.tokens += tokens
+            if request.text_stop is not None:
+                request.text_stop.extend(tokens)
         request.num_rounds += 1
-        accepted = verdict.path[1 : 1 + emitted]
+        accepted = path[1:]
         if len(draft.tree.tokens) == 1:
             stats.record_plain()
         else:
-            stats.record(draft, accepted, emitted)
-            self.totals.record(draft, accepted, emitted)
+            stats.record(draft, accepted, len(tokens), self.totals)
         if reason is not None:
             self.finish(request, reason)
         else:
-            self.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
-        sources = tuple(map(draft.source_of, accepted)) if accepted else ()
-        said, path = (verdict.tokens[:emitted], len(accepted), sources), (0, *accepted)
-        return Emission(request, *said, verdict.logprobs[:emitted], draft, path)
+            self.kv.commit(request.cache, root, path, request.tokens, has_more)
+        return Emission(request, tokens, len(accepted), draft.sources_of(accepted), logprobs, draft, path)
 
     def _can_end(self, request: Request, tokens: Sequence[int]) -> bool:
-        """Whether one of these tokens may be the last but for a stop string."""
-        limit = min(request.num_prompt + request.max_tokens, self.max_model_len)
-        is_near = len(request.tokens) + len(tokens) >= limit
-        return is_near or request.constraint is not None or not request.stop_ids.isdisjoint(tokens)
+        """Whether one of these tokens may be the last."""
+        limit, text = min(request.num_prompt + request.max_tokens, self.max_model_len), request.text_stop
+        if len(request.tokens) + len(tokens) >= limit or not request.stop_ids.isdisjoint(tokens):
+            return True
+        return request.constraint is not None or (text is not None and text.has_stops)
+
+    def _until_end(
+        self, request: Request, tokens: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The text grows by these tokens, up to the first that ends it; which they are, and why."""
+        for number, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            is_stop = request.text_stop is not None and request.text_stop.push(token)
+            reason = FinishReason.STOP if is_stop else self._ending(request, token)
+            if reason is not None:
+                return tokens[:number], reason
+        return tokens, None
 
     def _ending(self, request: Request, token: int) -> FinishReason | None:
         if token in request.stop_ids:

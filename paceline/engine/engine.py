@@ -315,10 +315,7 @@ class Engine:
         else:
             record.seconds = since_last
         self.policy.observe(record)
-        for index in record.answers.keys() & record.verdicts.keys():
-            is_greedy = record.scheduled[index].request.params.is_greedy  # as where heads were trained
-            for number, draft in record.answers[index] if is_greedy else ():
-                self._suspicion.judge(self.policy.drafters[number], draft, record.verdicts[index])
+        self._suspicion.judge(record, self.policy.drafters)
         # One that reads hidden states reads on without the rows of a pass that has kept none.
         is_blind, is_shown = record.is_plain, bool(record.hidden)
         learners = [d for d in self._learners if is_shown or not (d.needs.hidden_layers or is_blind)]

@@ -15,7 +15,6 @@ from functools import lru_cache
 from time import perf_counter
 from typing import NamedTuple
 
-from paceline.core.accept import follow
 from paceline.core.sampling import not_finite
 from paceline.core.tree import Tree
 from paceline.core.types import Answers, Burst, Cached, Draft, Output, Segment
@@ -143,7 +142,7 @@ class PendingBurst:
             return
         expected = num_ahead * (self.parts.length + 1) / 2
         going = [one.request for one in self.scheduled if not one.request.is_finished]
-        wanting = sum(request.max_tokens - request.num_output > expected for request in going)
+        wanting = len([r for r in going if r.max_tokens + r.num_prompt - len(r.tokens) > expected])
         if wanting >= GOING * len(self.scheduled) and self.goes_on(self):
             self.burst.more()
 
@@ -155,8 +154,8 @@ class PendingBurst:
             drafter.end_round(requests, said.num_read)
         self.num_landed += 1
         judged = [
-            None if request.is_finished else follow(draft, picked) or not_finite(request)
-            for request, draft, picked in zip(requests, said.drafts, said.picked, strict=True)
+            None if request.is_finished else verdict or not_finite(request)
+            for request, verdict in zip(requests, said.verdicts, strict=True)
         ]
         numbers = {self.drafters[n].name: n for n in (head, matcher) if n is not None}
         answers = {i: [(numbers[d.source], d)] for i, d in enumerate(said.drafts) if d.num_drafted}
@@ -165,8 +164,9 @@ class PendingBurst:
         record = StepRecord(self.scheduled, said.drafts, judged, answers)
         # What the first round takes to begin says nothing about drafting.
         if head is not None and said.num_read != 0 and (number or said.seconds is not None):
-            seconds = said.head_seconds if said.seconds is not None else None
-            record.drafting = {head: (longest(answers, head), seconds)}
+            is_timed = said.seconds is not None
+            length = longest(answers, head) if is_timed else self.parts.length
+            record.drafting = {head: (length, said.head_seconds if is_timed else None)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
         record.has_more = self.num_landed < len(self.burst)
         record.is_start = number == 0 and said.seconds is None

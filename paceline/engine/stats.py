@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the server's HTTP process reads counts with this module, and needs no torch
     from paceline.core.types import Draft, Verdict
     from paceline.drafters.base import Drafter
+    from paceline.runtime.record import StepRecord
 
 # a drafter is reported whose first token was right less often than this, in this number of drafts
 NEVER_RIGHT, AFTER = (0.01, 200)
@@ -91,13 +92,18 @@ class SpecStats(DraftCounts):
         self.num_own += num_rounds
         self.lengths[0] = self.lengths.get(0, 0) + num_rounds
 
-    def record(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
+    def record(self, draft: Draft, path: Sequence[int], num_tokens: int, *others: SpecStats) -> None:
         """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own. A
-        chain of one drafter counts with the next call of `settle`."""
-        if draft.sources is None and draft.tree.is_chain:
-            key = (draft.source, len(draft.tree.tokens) - 1, len(path), num_tokens)
-            self.chains[key] = self.chains.get(key, 0) + 1
-            return
+        chain of one drafter counts with the next call of `settle`. others: where it counts, too."""
+        is_chain = draft.sources is None and draft.tree.is_chain
+        key = (draft.source, len(draft.tree.tokens) - 1, len(path), num_tokens)
+        for stats in (self, *others):
+            if is_chain:
+                stats.chains[key] = stats.chains.get(key, 0) + 1
+            else:
+                stats._record_tree(draft, path, num_tokens)
+
+    def _record_tree(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.num_own += num_tokens - len(path)
@@ -143,9 +149,16 @@ class Suspicion:
     _seen: dict[str, int] = field(default_factory=dict)
     _right: dict[str, int] = field(default_factory=dict)
 
-    def judge(self, drafter: Drafter, draft: Draft, verdict: Verdict) -> None:
-        if self._seen.get(drafter.name, 0) >= AFTER:
+    def judge(self, record: StepRecord, drafters: Sequence[Drafter]) -> None:
+        """Look at the drafts of greedy requests, as where heads were trained, until enough were seen."""
+        if all(self._seen.get(drafter.name, 0) >= AFTER for drafter in drafters):
             return
+        for index in record.answers.keys() & record.verdicts.keys():
+            for number, draft in record.answers[index]:
+                if record.scheduled[index].request.params.is_greedy:
+                    self._judge(drafters[number], draft, record.verdicts[index])
+
+    def _judge(self, drafter: Drafter, draft: Draft, verdict: Verdict) -> None:
         is_right, tree = verdict.num_accepted > 0, draft.tree
         if draft.q is None:  # it may have been right and not checked
             first = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0]

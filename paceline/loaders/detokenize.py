@@ -23,7 +23,7 @@ class Detokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._hidden: Container[int] = tokenizer.special_ids if hidden is None else hidden
         self._strips_space = tokenizer.strips_leading_space
-        self._stop, self._include_stop = tuple(stop), include_stop
+        self._stop, self._include_stop, self.has_stops = tuple(stop), include_stop, bool(stop)
         self._num_unstoppable = min_tokens
         self._unread: list[int] = []  # without stop strings, tokens are decoded together when text is read
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -52,6 +52,10 @@ class Detokenizer:
             self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
             return self.is_stopped
         return False
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens, where there are no stop strings."""
+        self._unread.extend(tokens)
 
     @property
     def text(self) -> str:

@@ -109,7 +109,7 @@ class FakeBursts:
             assert verdict is not None
             ghost.tokens.extend(verdict.tokens)
             ghost.cache.num_cached += len(verdict.tokens)
-        return Round(drafts, picked)
+        return Round(drafts, [follow(*each) for each in zip(drafts, picked, strict=True)])
 
     def _choose(self, ghost: Request, logits: torch.Tensor, position: int) -> int:
         return -1 if position == self.break_at else choose(ghost, logits, position, noise_of(ghost))
