@@ -20,7 +20,8 @@ import httpx
 import pytest
 
 from paceline.loaders import hub
-from paceline.measure.faults import HARD, descendants, gone
+from paceline.measure.faults_engine import descendants, gone
+from paceline.measure.faults_wire import HARD
 from tests.server.harness import CODE, STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
 # Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow
