@@ -18,7 +18,7 @@ from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.faults_wire import WITHIN_S, Fault
 from paceline.measure.load import metrics
 
-SPARE_BYTES = 2**24  # that an engine with a limit on its memory may still get, at most
+SPARE_BYTES = -(2**22), 2**25  # least and most that an engine may get beyond what it holds
 LONG = [{"role": "user", "content": "the line goes faster " * 200}]
 
 
@@ -68,7 +68,7 @@ async def starved(fault: Fault) -> Sequence[str]:
     async with fault.hurting:
         pid, longest = await engine_pid(fault.endpoint), fault.source.randrange(1, 10**6)
         more = ({"n": 4}, {"messages": LONG, "n": 4}, {"guided_regex": f"[a-z]{{1,{longest}}}"})
-        with limited(pid, resource.RLIMIT_DATA, _data_bytes(pid) + fault.source.randrange(SPARE_BYTES)):
+        with limited(pid, resource.RLIMIT_DATA, _data_bytes(pid) + fault.source.randint(*SPARE_BYTES)):
             found = await asyncio.gather(*(fault.sent(fault.message(**each)) for each in more))
         await ready(fault.endpoint)
         return found
