@@ -91,12 +91,14 @@ async def rage(
     names = [*KINDS, *source.choices(list(KINDS), [kind.weight for kind in KINDS.values()], k=count)][:count]
     source.shuffle(names)
     counts: Counts = {name: Counter() for name in names}
-    hurting, gates = asyncio.Lock(), (asyncio.Semaphore(clients), asyncio.Semaphore(BESIDE * clients))
+    polling, hurting = asyncio.Lock(), asyncio.Lock()  # a hundred that poll would slow an engine's start
+    gates = (asyncio.Semaphore(clients), asyncio.Semaphore(BESIDE * clients))
 
     async def one(number: int, name: str, files: Files, gate: asyncio.Semaphore) -> None:
         fault = Fault(endpoint, random.Random(f"{seed}/{number}"), hurting, files)
         if fault.source.random() < 0.8:  # most find a server that would answer
-            await ready(endpoint)
+            async with polling:
+                await ready(endpoint)
         found = await KINDS[name].act(fault)
         for one in [found] if isinstance(found, str) else found:
             is_usual = one in KINDS[name].allowed
