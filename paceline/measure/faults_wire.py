@@ -94,6 +94,8 @@ class Fault(NamedTuple):
         try:
             async with asyncio.timeout(WITHIN_S):
                 reader, writer = await self._connected()
+                # From now on: a server that has refused it may reset what is still being written.
+                reading = asyncio.create_task(self._read(reader, writer, reads))
                 try:
                     for part in parts:
                         writer.write(part)
@@ -101,7 +103,7 @@ class Fault(NamedTuple):
                         await asyncio.sleep(pause)
                 except ConnectionError:
                     pass  # it has answered already, and closed
-                return outcome(await self._read(reader, writer, reads))
+                return outcome(await reading)
         except (TimeoutError, OSError) as error:
             return LOST if isinstance(error, TimeoutError) else f"{LOST}: {error}"
 

@@ -32,7 +32,7 @@ from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
 from paceline.server import processes
 from paceline.server.grammar_check import GrammarChecker
-from paceline.server.isolation import InternalError, Isolation
+from paceline.server.isolation import Isolation, unexpected
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[processes.Message]
@@ -214,7 +214,7 @@ def _refusal(error: Exception) -> dict[str, str]:
     """What the client is told; a fault of this program is in the log alone."""
     if not isinstance(error, PacelineError):
         processes.log_error("a request failed", error)
-        error = InternalError("the request could not be answered; the server's log says where")
+        error = unexpected(error)
     return error_json(error)
 
 
