@@ -16,7 +16,8 @@ from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.server import processes
 
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")  # in the system's and the libraries' messages
+# In the messages of the system and of libraries.
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
 
