@@ -1,5 +1,5 @@
 """Model files with bytes cut off, changed or taken out: each is refused in words or still loads; no traceback,
-and no end of the process, which is therefore one of its own.
+and no end of the process, which is therefore one of its own. Disks that are full.
 """
 
 from __future__ import annotations
@@ -14,29 +14,13 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, SamplingParams
+from paceline.cli.options import write_result
 from paceline.core.errors import PacelineError
+from paceline.measure.faults_files import damaged, room_for
 from tests.make_models import tiny_gguf
 
 NUM_CASES = 60
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "model.gguf")
-INSTEAD = (b"-1", b"99999", b"null", b"1e9", b"0", b"[]", b"true", b"{")
-
-
-def damaged(data: bytes, source: random.Random) -> bytes:
-    kind, made = source.randrange(4), bytearray(data)
-    near = min(source.choice((64, 2000, len(data))), len(data))  # headers are where most can go wrong
-    at = source.randrange(near)
-    if kind == 0:
-        return data[:at]
-    if kind == 1:
-        made[at : at + source.randrange(1, 40)] = b""
-    elif kind == 2:
-        digits = [i for i in range(near) if chr(data[i]).isdigit()] or [at]
-        made[source.choice(digits) : source.choice(digits) + 1] = source.choice(INSTEAD)
-    else:
-        for _ in range(source.choice((1, 3, 20))):
-            made[source.randrange(near)] ^= 1 << source.randrange(8)
-    return bytes(made)
 
 
 def main(good: Path, place: Path) -> None:
@@ -57,13 +41,24 @@ def main(good: Path, place: Path) -> None:
     print(counts)
 
 
+@pytest.mark.parametrize("place", ["no folder", "full disk"])
 def test_caches_that_cannot_be_written_are_done_without(
-    tiny_folder: Path, tiny: LLM, monkeypatch: pytest.MonkeyPatch
+    place: str, tiny_folder: Path, tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_CACHE", os.devnull + "/none")
+    monkeypatch.setenv("PACELINE_CACHE", os.devnull + "/none" if place == "no folder" else str(tmp_path))
     params = SamplingParams(max_tokens=8, temperature=0)
-    with LLM(str(tiny_folder), progress=False) as llm:
+    with room_for(100), LLM(str(tiny_folder), progress=False) as llm:
         assert llm.generate("the line", params)[0].text == tiny.generate("the line", params)[0].text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_result_that_does_not_fit_leaves_nothing_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with room_for(100), pytest.raises(OSError, match="report"):
+        write_result(path, "x" * 1000)
+    assert not path.exists()
+    write_result(path, "x" * 1000)
+    assert path.read_text() == "x" * 1000
 
 
 @pytest.mark.slow

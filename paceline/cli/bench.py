@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import as_command, check_target
+from paceline.cli.options import as_command, check_target, write_result
 from paceline.measure import options
 
 VERBS: dict[str, type] = {"decode": options.Decode, "batch": options.Batch, "step": options.Step}
@@ -38,7 +38,7 @@ def measured(verb: str, asked: Any) -> None:
     with console.telling(run.num_turns) as tell:
         report = results.described(verb, run.report(tell))
     if asked.json is not None:
-        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_result(asked.json, json.dumps(report, indent=1) + "\n")
     screen = console.stdout()
     for table in module.tables(report):
         console.show(screen, table)

@@ -98,7 +98,7 @@ def explain(asked: Explain) -> None:
         }
         console.write_json(console.stdout(), report)
     if asked.html is not None:
-        asked.html.write_text(page(text, name, recorder.steps), encoding="utf-8")
+        options.write_result(asked.html, page(text, name, recorder.steps))
         console.write(console.stderr(), f"wrote {asked.html}\n")
     if answer.is_interrupted:
         raise KeyboardInterrupt

@@ -215,3 +215,13 @@ def check_target(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path}: is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{flag} {path}: cannot be written; choose a place you can write")
+
+
+def write_result(path: Path, text: str) -> None:
+    """All of it, or nothing is left and the error says where: a disk may have become full meanwhile."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if path.is_file():
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -22,7 +22,7 @@ from paceline import SamplingParams
 from paceline.api.options import EngineOptions
 from paceline.api.results import Result
 from paceline.cli import console
-from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group
+from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group, write_result
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
 from paceline.measure.prompts import Prompt, chosen
@@ -83,7 +83,7 @@ def verify(asked: Verify) -> None:
         told = [{name: v for name, v in c._asdict().items() if name != "differences"} for c in checks]
         rules = [{"rule": rule, "p_value": p} for rule, p in p_values.items()]
         report = {"ok": is_ok, "checks": told, "distribution": rules}
-        asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_result(asked.json, json.dumps(report, indent=2) + "\n")
     if not is_ok:
         raise typer.Exit(1)
     return None

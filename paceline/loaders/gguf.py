@@ -91,7 +91,9 @@ class GgufCheckpoint:
     def tokenizer_source(self) -> TokenizerSource:
         stated = self._tokenizer.get("tokenizer.chat_template")
         template = stated if isinstance(stated, str) else None
-        return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
+        return TokenizerSource(
+            None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids, self.path
+        )
 
     def _divisors(self, name: str) -> tuple[float, ...] | None:
         """Of rotary frequencies, where the file has such a tensor."""

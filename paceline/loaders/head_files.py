@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
+from paceline.loaders.fetch import whole
 from paceline.loaders.fields import Fields, Shapes, check_shapes, read_json
 from paceline.loaders.stored import TYPES, read_tensor, tensors_of, weight_files
 from paceline.models.quantize import GROUP, STORED, padded
@@ -44,11 +46,12 @@ class HeadInput(NamedTuple):
 
 def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
     """Beside the file first, and moved into place when all of it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.part")
-    save_file(tensors, partial, metadata=metadata)
-    partial.chmod(0o644)  # the library makes files that only their owner can read
-    partial.replace(path)
+    with whole(path) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error})") from None
+        part.chmod(0o644)  # the library makes files that only their owner can read
 
 
 def scales_of(name: str) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.fetch import whole
 from paceline.loaders.fields import ALL, Shapes
 from paceline.loaders.gguf_parts import part_paths
 from paceline.loaders.hub import cache_dir
@@ -180,7 +180,7 @@ def expected(config: ModelConfig, bits: int) -> Kinds:
 
 
 def write(path: Path, kinds: Kinds, tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> None:
-    """All of it under another name first, so that no process reads half a file."""
+    """Whole, so that no process reads half a file."""
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, (dtype, shape) in kinds.items():
@@ -188,19 +188,13 @@ def write(path: Path, kinds: Kinds, tensors: Iterable[tuple[str, Iterable[torch.
         header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, parts in tensors:
-                file.writelines(each.view(torch.uint8).numpy().data for each in parts)
-        part.replace(path)
-        for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
-            if old != path:  # packed from earlier files of the same model; a process that maps it keeps it
-                old.unlink(missing_ok=True)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole(path) as part, part.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, parts in tensors:
+            file.writelines(each.view(torch.uint8).numpy().data for each in parts)
+    for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
+        if old != path:  # packed from earlier files of the same model; a process that maps it keeps it
+            old.unlink(missing_ok=True)
 
 
 def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:

@@ -87,7 +87,7 @@ class SafetensorsCheckpoint:
             template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
         template = template if isinstance(template, str) else None
         json_path = path if path.is_file() else None
-        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids)
+        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids, self.path)
 
     def _token_ids(self, name: str, sections: list[Fields]) -> tuple[int, ...]:
         """The ids that the configs give a special token, then that of the text in tokenizer_config.json."""

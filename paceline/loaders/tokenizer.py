@@ -39,12 +39,20 @@ class TokenizerSource:
     chat_template: str | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    where: Path | None = None  # the model's file or folder
 
 
 class Tokenizer:
     """A model's tokenizer, with its end tokens and chat template."""
 
     def __init__(self, source: TokenizerSource) -> None:
+        try:
+            self._read(source)
+        except ModelFileError as error:
+            where = str(source.where or "")
+            raise error if where in str(error) else ModelFileError(f"{where}: {error}") from None
+
+    def _read(self, source: TokenizerSource) -> None:
         if source.json_path is not None:
             backend = _read_json(source.json_path, source.config)
         elif source.gguf_metadata is not None:

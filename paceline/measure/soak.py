@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from paceline.core.options import nearest, require
-from paceline.measure import faults
+from paceline.measure import faults, faults_engine, faults_wire
 from paceline.measure.endpoint import Endpoint, Refused
+from paceline.measure.faults_files import ANSWERED, LEFT, LOST, REFUSED
 from paceline.measure.load import CHAT, Figures, Job, Record, ask, metrics
 from paceline.measure.options import Soak
 from paceline.measure.processes import Server, our_server
@@ -52,7 +53,7 @@ class Run:
         require(asked.what in KINDS, "what is to be soaked", asked.what, nearest(asked.what, list(KINDS)))
         if asked.what == "faults":
             self.num_turns = asked.count
-            options = f"{faults.SERVER_OPTIONS} {asked.server_options}"
+            options = f"{faults_wire.SERVER_OPTIONS} {asked.server_options}"
             asked = replace(asked, server_options=options, may_lag=True)  # bodies of 2 MB take their time
         self.asked, self.records = asked, list[Record]()
         self.outcomes = Counter[str]()  # of the requests: ok, left, or an error's code
@@ -145,23 +146,23 @@ class Run:
             memory.append(_resident_mb(self.server.process.pid))
             self.tell(self.asked.what, 1)
 
-        given = self.asked.count, self.asked.clients, self.asked.seed, tell
+        given = self.asked.model, self.asked.count, self.asked.clients, self.asked.seed, tell
         kinds = await faults.rage(endpoint, *given)
         for _ in range(2):  # the first may meet an engine whose end was not seen yet
-            await faults.ready(endpoint)
+            await faults_engine.ready(endpoint)
             if (after := await self._one(body)).error is None:
                 break
         figures, half = await self._settled(), memory[len(memory) // 2]
-        processes = faults.descendants(self.server.process.pid)
+        processes = faults_engine.descendants(self.server.process.pid)
         status = await asyncio.to_thread(self.server.stop)
         left = {
-            "processes": not await faults.gone(processes),
+            "processes": not await faults_engine.gone(processes),
             "port": not await _refusal(endpoint, "/health"),
             "shared_memory": sorted(set(os.listdir("/dev/shm")) - shared),
             "blocks": figures["kv_cache_blocks_used"],
         }
         is_same = before.error is None is after.error and before.num_tokens == after.num_tokens
-        is_flat, num_lost = memory[-1] <= half * 1.05 + 8, sum(found[faults.LOST] for found in kinds.values())
+        is_flat, num_lost = memory[-1] <= half * 1.05 + 8, sum(found[LOST] for found in kinds.values())
         report = {"lost": num_lost, "left_behind": left, "memory_mb": (half, memory[-1]), "status": status}
         report |= {"kinds": kinds, "restarts": figures["engine_restarts"], "answers_after": is_same}
         return report | {
@@ -239,7 +240,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     rows = [(name, str(value)) for name, value in report.items() if name not in hidden]
     title = f"soak, {report['what']}: {'passed' if report['is_ok'] else 'FAILED'}"
     made = [Table(title, ("figure",), ("value",), [("requests", outcomes), *rows])]
-    columns = (faults.ANSWERED, faults.REFUSED, faults.LEFT, faults.LOST)
+    columns = (ANSWERED, REFUSED, LEFT, LOST)
     for_kinds, strange = list[tuple[str, ...]](), list[str]()
     for name, found in report.get("kinds", {}).items():
         counts = [found.get(each, 0) for each in columns]

@@ -63,7 +63,7 @@ class Service:
 
     def __init__(self, config: ServerConfig, engine: EngineClient, metrics: Metrics, model_name: str) -> None:
         self.config, self.engine, self.metrics, self.model_name = config, engine, metrics, model_name
-        self.started = time.time()
+        self.started, self.began = time.time(), time.monotonic()
         self.routes = ""  # all of them, for those who ask for another
         files = PLAYGROUND.glob("*") if config.playground else ()
         self._pages = {path.name: path.read_bytes() for path in files if path.suffix in PAGE_KINDS}
@@ -120,7 +120,7 @@ class Service:
         return Translator(self.config, self.engine.info)
 
     def _state(self, *good: str) -> Response:
-        uptime, state = round(time.time() - self.started, 1), self.engine.state
+        uptime, state = round(time.monotonic() - self.began, 1), self.engine.state
         said = {"status": state, "engine_restarts": self.engine.num_restarts, "uptime_s": uptime}
         return JsonResponse(said, 200 if state in good else 503)
 

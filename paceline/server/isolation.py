@@ -16,11 +16,25 @@ from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.server import processes
 
+# In the messages of the system and of libraries.
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
 
 class InternalError(RequestError):
     """A fault of this program, not of the request."""
+
+
+class OutOfMemory(RequestError):
+    """Too little of it, here and now."""
+
+
+def unexpected(error: Exception) -> RequestError:
+    """What the client is told of an error that was not raised for it; the log has the rest."""
+    is_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+    if is_memory:
+        return OutOfMemory("there is too little memory for the request now; ask for less, or try again later")
+    return InternalError("the request failed inside the engine; the server's log says where")
 
 
 @dataclass(slots=True)
@@ -48,20 +62,20 @@ class Isolation:
             self._num_failures += 1
             if self._num_failures > MOST_FAILURES:
                 raise
-            emissions = self._try_all()
+            emissions = self._try_all(error)
         for emission in emissions:
             self._num_emitted[emission.request] += len(emission.tokens)
             if emission.request.is_finished:
                 del self._num_emitted[emission.request]
         return emissions
 
-    def _try_all(self) -> list[Emission]:
+    def _try_all(self, error: Exception) -> list[Emission]:
         num_running = len(self.engine.scheduler.running)
         requests = self.engine.set_aside()
         ended = self._num_emitted.keys() - set(requests)  # by the failed step
-        emissions = [_failed(request) for request in ended]
+        emissions = [_failed(request, error) for request in ended]
         for request in requests[:num_running]:
-            emissions += self._try(request)
+            emissions += self._try(request, error)
         # One token of the simplest request: what it raises is no request's fault.
         params = SamplingParams(temperature=0, max_tokens=1)
         probe = Request("probe", params, [0, 0], 2, 0)
@@ -76,10 +90,10 @@ class Isolation:
             self._num_failures = 0
         return emissions
 
-    def _try(self, request: Request) -> list[Emission]:
-        """Alone, up to its next token; set aside again afterwards."""
+    def _try(self, request: Request, problem: Exception) -> list[Emission]:
+        """Alone, up to its next token; set aside again afterwards. problem: of the failed step."""
         if request.num_output != self._num_emitted[request]:  # changed by the failed step
-            return [_failed(request)]
+            return [_failed(request, problem)]
         emissions: list[Emission] = []
         try:
             # Its grammar is made anew: the failed step may have left the one it had anywhere.
@@ -92,12 +106,13 @@ class Isolation:
                 emissions += self.engine.step()
         except Exception as error:
             processes.log_error("a request failed", error)
+            problem = error
         self.engine.set_aside()
-        return emissions or [_failed(request)]
+        return emissions or [_failed(request, problem)]
 
 
-def _failed(request: Request) -> Emission:
+def _failed(request: Request, error: Exception) -> Emission:
     """The end of a request that the engine holds no more."""
-    request.error = InternalError("the request failed inside the engine; the server's log says where")
+    request.error = unexpected(error)
     request.status, request.finish_reason = Status.FINISHED, FinishReason.ERROR
     return Emission(request, (), 0, (), ())

@@ -103,6 +103,8 @@ def from_engine(error: dict[str, Any]) -> ApiError:
     """A refusal or failure that the engine process reported."""
     if error["kind"] == "InternalError":
         return ApiError(500, error["message"], "internal_error")
+    if error["kind"] == "OutOfMemory":
+        return ApiError(503, error["message"], "out_of_memory")
     return ApiError(400, error["message"], CODES.get(error["kind"]))
 
 

@@ -32,7 +32,7 @@ from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
 from paceline.server import processes
 from paceline.server.grammar_check import GrammarChecker
-from paceline.server.isolation import InternalError, Isolation
+from paceline.server.isolation import Isolation, unexpected
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[processes.Message]
@@ -65,6 +65,7 @@ def main() -> None:
         worker.run(commands)
     except Exception as error:  # the engine's state may be wrong now: a new process starts with a clean one
         processes.log_error("engine failed", error)
+    finally:  # without memory that may fail as well
         os._exit(1)
 
 
@@ -105,6 +106,7 @@ class Worker:
         self.channel.sendall(processes.pack(message))
 
     def _read(self, commands: BinaryIO) -> None:
+        status = 1
         try:
             while (message := processes.unpack(commands.readline())) is not None:
                 if message["do"] in ("abort", "ping"):
@@ -113,8 +115,11 @@ class Worker:
                 self._preparing[message["id"]] = message
                 has_grammar = "structured_outputs" in message.get("params", ())
                 (self._grammars if has_grammar else self._prompts).submit(self._prepare, message)
+            status = 0
+        except Exception as error:  # no memory for a thread, say
+            processes.log_error("engine failed", error)
         finally:
-            os._exit(0)
+            os._exit(status)
 
     def _prepare(self, message: processes.Message) -> None:
         """Everything that may take a while and needs no engine state."""
@@ -123,7 +128,8 @@ class Worker:
                 message["made"] = self.preparer.prepare(message)
         except Exception as error:  # every id is answered
             message["refused"] = _refusal(error)
-        self._commands.put(message)
+        finally:  # without memory a refusal may fail as well, and then the main thread does
+            self._commands.put(message)
 
     def _handle(self, message: processes.Message) -> None:
         do, name = message["do"], message.get("id", "")
@@ -208,7 +214,7 @@ def _refusal(error: Exception) -> dict[str, str]:
     """What the client is told; a fault of this program is in the log alone."""
     if not isinstance(error, PacelineError):
         processes.log_error("a request failed", error)
-        error = InternalError("the request could not be answered; the server's log says where")
+        error = unexpected(error)
     return error_json(error)
 
 

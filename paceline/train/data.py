@@ -106,7 +106,7 @@ def write_texts(config: WriteConfig, tell: Callable[[int], None]) -> Texts:
     """-> all text of the folder, what earlier calls wrote included; tell: answer tokens so far."""
     config.folder.mkdir(parents=True, exist_ok=True)
     write = _write_part if config.processes == 1 else _write_with_many
-    write(config, time.time() + (config.seconds or float("inf")), tell)
+    write(config, time.monotonic() + (config.seconds or float("inf")), tell)
     if not any(config.folder.glob("*.npz")):
         raise ConfigError(f"no text was written into {config.folder} in the time given; give more time")
     return load_shards(config.folder)
@@ -126,7 +126,7 @@ def _write_part(config: WriteConfig, deadline: float, tell: Callable[[int], None
     kept = 0  # answer tokens in `made`
 
     def is_over() -> bool:
-        return time.time() > deadline or done + kept >= wanted
+        return time.monotonic() > deadline or done + kept >= wanted
 
     def save() -> None:
         path = config.folder / f"text-{number:02d}-{parts:04d}.npz"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, ModelFileError
+from paceline.loaders.fetch import whole
 
 ROUND = 32  # lengths are filled up to a multiple of this
 SORTED_TOGETHER = 8192  # sequences
@@ -74,10 +75,8 @@ def joined(parts: Sequence[Texts]) -> Texts:
 
 
 def save_shard(path: Path, texts: Texts) -> None:
-    partial = path.with_suffix(".part")
-    with partial.open("wb") as file:
+    with whole(path) as part, part.open("wb") as file:
         np.savez_compressed(file, **texts._asdict())
-    partial.rename(path)
 
 
 def load_shard(path: Path) -> Texts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.faults import HARD
+from paceline.measure.faults_wire import HARD
 from paceline.server.middleware import Keys, needs_key
 from tests.server.conftest import KEYS
 from tests.server.harness import WAIT_S, Server, as_stranger, launch

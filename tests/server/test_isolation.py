@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from paceline import LLM, SamplingParams
 from paceline.api.intake import Intake
 from paceline.core.types import FinishReason, Request
-from paceline.server.isolation import InternalError, Isolation
+from paceline.server.isolation import InternalError, Isolation, OutOfMemory, unexpected
 
 PROMPTS = ("one two one two", "the cat and the dog", "abc abc abc", "numbers: 1 2 3 1 2")
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
@@ -114,3 +118,13 @@ def test_an_engine_that_can_do_nothing_any_more_raises(llm: LLM, monkeypatch: py
         with pytest.raises(RuntimeError, match="the device is gone"):
             run(llm, [PARAMS] * 4)
     llm.engine.set_aside()
+
+
+def test_too_little_memory_is_told_apart() -> None:
+    with pytest.raises(RuntimeError) as torch_says:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as numpy_says:
+        np.empty(2**60, np.uint8)
+    for error in (torch_says.value, numpy_says.value, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
+        assert isinstance(unexpected(error), OutOfMemory)
+    assert isinstance(unexpected(RuntimeError("the device is gone")), InternalError)
