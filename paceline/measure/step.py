@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
+from paceline.core.types import PassSizes
 from paceline.loaders.checkpoint import describe
 from paceline.measure import limits
 from paceline.measure.engines import load_model
@@ -116,6 +117,7 @@ class Run:
             found = limits.measure() if device.type == "cpu" else limits.of_device(device)
             for dtype, executor in executors.items():
                 name = executor.backend.default_dtype if dtype == "auto" else dtype
+                executor.record(PassSizes(asked.requests, max(self.rows)))  # as where drafts are checked
                 timed = Timed(executor, longest, asked.requests)
                 for context in self.contexts:
                     kept = found.kv_dtype(name)
