@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ HARMONY_HEAD = re.compile(
     rf"(?:<\|start\|>assistant)?+{_TO.format('before')}\s*+<\|channel\|>(?P<channel>\w++)"
     rf"{_TO.format('after')}[^<]*+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
 )
-# Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
-_XML_NAME = re.compile(r"\s*+(?:<function=)?+([\w.-]++)(?:>|\s*+(?=<arg_key>|$))")
-_XML_PAIRS = (("<parameter=", ">", "</parameter>"), ("<arg_key>", "</arg_key>", "</arg_value>"))
+# In tags may stand JSON, or what Qwen3-Coder and GLM write: a name, and its arguments in further tags.
+TAGGED_HEAD = re.compile(
+    rf"{JSON_HEAD.pattern}|\s*+(?:<function=)?+(?P<tagged>[\w.-]++)(?:>|\s*+(?=<arg_key>|</tool_call>))"
+)
 Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
 Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
 
@@ -44,7 +45,8 @@ class Format:
         return (*self.opens, *self.ends, *self.also)
 
 
-HERMES = Format(("<tool_call>",), ("</tool_call>",))
+HERMES = Format(("<tool_call>",), ("</tool_call>",), TAGGED_HEAD)
+CODER = Format(("<tool_call>", "<function="), ("</tool_call>", "</function>"), TAGGED_HEAD)  # in one or both
 HARMONY = Format(
     ("<|start|>", "<|channel|>"),
     ("<|end|>", "<|call|>", "<|return|>"),
@@ -54,7 +56,7 @@ HARMONY = Format(
 )
 FORMATS = {  # by vLLM's names
     "hermes": HERMES,
-    "qwen3_coder": Format(("<tool_call>", "<function="), ("</tool_call>", "</function>")),  # in one or both
+    "qwen3_coder": CODER,
     "glm45": HERMES,
     "llama3_json": Format(("<|python_tag|>",)),
     "mistral": Format(("[TOOL_CALLS]",), (), MISTRAL_HEAD, ("[ARGS]", "[CALL_ID]"), has_short_ids=True),
@@ -81,40 +83,17 @@ def described(template: str) -> dict[str, Any]:
     return {"format": named, "thinking": thinking, "has_developer": "developer" in template}
 
 
-def calls_in(text: str, tools: Tools, is_closed: bool) -> list[Found]:
+def calls_in(text: str, tools: Tools) -> list[Found]:
     """The calls in the whole of what stands between tags; none if it is no call of the tools."""
     found = []
     try:
         value = json.loads(text)
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, dict) or str(each.get("name")) not in tools:
-                return []
-            arguments = each.get("arguments", each.get("parameters")) or {}
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            found.append((str(each["name"]), written))
-        return found
     except (ValueError, RecursionError):
-        return list(_xml_call(text, tools)) if is_closed else []
-
-
-def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
-    head = _XML_NAME.match(text)
-    name = head[1] if head else ""
-    if name in tools:
-        kinds, arguments = tools[name].get("properties"), {}
-        for opens, between, closes in _XML_PAIRS:
-            for piece in text.split(closes)[:-1]:
-                key, _, value = piece.partition(opens)[2].partition(between)
-                value = value.removeprefix("\n").removesuffix("\n").removeprefix("<arg_value>")
-                kind = kinds.get(key) if isinstance(kinds, Mapping) else None
-                is_text = not isinstance(kind, Mapping) or kind.get("type") == "string"
-                arguments[key] = value if is_text else _typed(value)
-        yield name, json.dumps(arguments, ensure_ascii=False)
-
-
-def _typed(text: str) -> Any:
-    """What the text is as JSON, if it is JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+        return []
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, dict) or str(each.get("name")) not in tools:
+            return []
+        arguments = each.get("arguments", each.get("parameters")) or {}
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        found.append((str(each["name"]), written))
+    return found

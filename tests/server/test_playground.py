@@ -317,7 +317,9 @@ def test_a_phone_has_everything_and_nothing_sticks_out(page: Browser) -> None:
     page.one("#race").click()
     page.until_answered()
     assert "the same text" in page.text(".verdict.same")
-    assert len(page.all(".tree .node")) >= 2  # the model's own token is not among them where the text ended within the draft
+    assert (
+        len(page.all(".tree .node")) >= 2
+    )  # the model's own token is not among them where the text ended within the draft
     assert page.script("return document.documentElement.scrollWidth") <= 360
     inside = "return [...document.querySelectorAll('button, textarea, .text, .numbers dd, .lane dd, .plot svg, .pass-head *, .tree-box')].filter(e => e.offsetParent)"
     assert page.script(
