@@ -4,11 +4,13 @@ Invariant: a row says only what is written; reading.py alone reads.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # What stands before a call's arguments; the last group is the function's name. No quantifier goes back:
 # whatever a model writes is read in linear time.
@@ -73,6 +75,27 @@ SIGNS = {
     "<|start_header_id|>": "llama3_json",
 }
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+class Thoughts(NamedTuple):
+    """The tags around reasoning. It stands at the beginning of an answer alone, or between any of them."""
+
+    opens: str
+    closes: str
+    is_anywhere: bool = False
+
+    def count(self, tokens: Sequence[bytes], prompt_end: str) -> int:
+        """How many of an answer's tokens are reasoning, which the prompt's end may have opened."""
+        opens, closes = re.escape(self.opens), re.escape(self.closes)
+        if not self.is_anywhere:
+            opens = r"\A" if prompt_end.rstrip().endswith(self.opens) else rf"\A\s*+{opens}"
+        inside = re.compile(rf"{opens}(.*?)(?:{closes}|\Z)".encode(), re.DOTALL)
+        ends = list(itertools.accumulate(map(len, tokens)))
+        spans = (found.span(1) for found in inside.finditer(b"".join(tokens)))
+        return sum(bisect_right(ends, end) - bisect_right(ends, start) for start, end in spans)
+
+
+ANALYSIS = Thoughts("<|channel|>analysis<|message|>", "<|end|>", is_anywhere=True)
 
 
 def described(template: str) -> dict[str, Any]:

@@ -124,6 +124,8 @@ class Choice:
     tokenizer: Tokenizer
     has_details: bool = False  # of each step
     recorder: Recorder | None = None  # where p and q are wanted, too
+    thoughts: formats.Thoughts | None = None  # the tags around its reasoning, where there may be some
+    prompt_end: str = ""
     num_steps: int = 0  # with details
     added_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # of the step in which it first ran
@@ -156,6 +158,7 @@ class Choice:
             usage = {
                 "prompt_tokens": request.num_prompt,
                 "completion_tokens": request.num_output,
+                "reasoning_tokens": self._num_reasoning(),
                 "cached_tokens": request.num_prefix_hits,
                 "queue_s": started_at - self.added_at,
                 "prefill_s": first_at - started_at,
@@ -165,6 +168,13 @@ class Choice:
             }
             said |= {"end": request.finish_reason.value, "usage": usage}
         return said
+
+    def _num_reasoning(self) -> int:
+        if self.thoughts is None:
+            return 0
+        tokens, stop_ids = self.request.output, self.request.stop_ids
+        said = tokens[:-1] if tokens and tokens[-1] in stop_ids else tokens
+        return self.thoughts.count(list(map(self.tokenizer.token_bytes, said)), self.prompt_end)
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)

@@ -167,7 +167,7 @@ class ResponseWriter:
 
     def _usage(self) -> Fields:
         usage = self.writer.call.usage()
-        reasoning = usage["completion_tokens_details"].get("reasoning_tokens", 0)
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.server.arguments import JsonPass, TaggedPass, first, num_begun
-from paceline.server.formats import HERMES, Format, Tools, calls_in
+from paceline.server.formats import ANALYSIS, HERMES, Format, Thoughts, Tools, calls_in
 
 Fields = dict[str, Any]  # of a JSON object
 Kind = Literal["content", "reasoning", "arguments"]
@@ -42,6 +42,13 @@ class Reading:
         """Special tokens that must be seen as text."""
         calls = self.format.tokens if self.tools or self.format.is_channels else ()
         return [*calls, *(self.thinking or ())]
+
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """The tags by which the tokens of reasoning are counted."""
+        if self.format.is_channels:
+            return ANALYSIS
+        return Thoughts(*self.thinking) if self.thinking else None
 
 
 @dataclass(slots=True)

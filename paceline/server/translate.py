@@ -158,7 +158,8 @@ class Translator(NamedTuple):
         self._check_limits(options, len(prompts) * params.n)
         common = {"params": options, "priority": body.priority or 0, "details": details}
         common |= {"is_streamed": bool(body.stream), "echo": more.get("echo", False)}
-        common["shown"] = more.get("reading", Reading()).tokens
+        reading = more.get("reading", Reading())
+        common |= {"shown": reading.tokens, "thoughts": reading.thoughts}
         streamed = body.stream_options or types.StreamOptions()
         return Job(
             parts=[{"prompt": prompt, **common} for prompt in prompts],

@@ -30,7 +30,7 @@ from paceline.core import watch
 from paceline.core.errors import PacelineError
 from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
-from paceline.server import processes
+from paceline.server import formats, processes
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.isolation import InternalError, Isolation
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
@@ -148,17 +148,19 @@ class Worker:
     def _add(self, name: str, message: processes.Message) -> processes.Message:
         """Give the requests to the engine; what the client is told of them."""
         requests, tokenizer = message["made"], self.preparer.intake.tokenizer
+        first = requests[0]
+        end = tokenizer.decode(first.tokens[: first.num_prompt][-PROMPT_END:], skip_special=False)
+        thoughts = formats.Thoughts(*message["thoughts"]) if message.get("thoughts") else None
         for index, request in enumerate(requests):
             self.isolation.add(request)
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
-            choice.has_details = bool(message.get("details"))
+            choice.has_details, choice.thoughts = bool(message.get("details")), thoughts
+            choice.prompt_end = end
             if message.get("details") is True:
                 choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
             self._choices[request.id] = choice
         self._is_stale = True
-        first = requests[0]
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
-        end = tokenizer.decode(first.tokens[: first.num_prompt][-PROMPT_END:], skip_special=False)
         return {"num_prompt": first.num_prompt, "echo": echo, "end": end}
 
     def _watch(self, event: watch.Begun | watch.Choice | watch.Coin | watch.Redraw | Verdict) -> None:

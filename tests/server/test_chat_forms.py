@@ -4,6 +4,7 @@ cut or limited, reasoning, channels. All ways of asking say the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from typing import Any
@@ -211,6 +212,12 @@ def test_reasoning_that_the_template_opens_is_told_apart(thinking_server: Server
         thinking_server, max_tokens=24, extra_body={"ignore_eos": True}
     )
     assert (content, calls, reason) == ("", [], "length")
+    answer = thinking_server.client.chat.completions.create(
+        **ASK, max_tokens=24, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 24
     prompt = tokens(thinking_server, ASK["messages"][0])
     raw = thinking_server.client.completions.create(
         model="tiny", prompt=prompt, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
@@ -253,6 +260,23 @@ def test_a_thought_and_a_call_in_the_models_own_words(thinking_server: Server) -
     options: Any = {"tools": TOOLS, "max_tokens": 200, "extra_body": {"guided_choice": [said]}}
     arguments = CALL[CALL.index('{"rider') : -1]
     assert every_way(thinking_server, **options) == ("Well. ", "Hm.", [("pull", arguments)], "tool_calls")
+    counted = {"logprobs": True, "stream_options": {"include_usage": True}}
+    *_, last = chunks = list(
+        thinking_server.client.chat.completions.create(**ASK, **options, **counted, stream=True)
+    )
+    entries = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content or ()
+    ]
+    ends = list(itertools.accumulate(len(entry.token) for entry in entries))
+    whole_one = thinking_server.client.chat.completions.create(**ASK, **options)
+    for usage in (last.usage, whole_one.usage):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == sum(end <= len("Hm.") for end in ends) > 0
 
 
 def test_channels(harmony_server: Server) -> None:

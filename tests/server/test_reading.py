@@ -223,6 +223,18 @@ def test_answers_are_read_however_they_are_cut(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_tokens_of_reasoning_are_those_whose_text_it_is(case: str) -> None:
+    name, text, _, reasoning, _ = CASES[case]
+    thoughts, is_line = reading_of(name).thoughts, text.startswith("<think>\n")  # which is not shown
+    assert thoughts is not None
+    assert thoughts.count([character.encode() for character in text], "") == len(reasoning) + is_line
+    pieces = [text[at : at + 3].encode() for at in range(0, len(text), 3)]
+    assert abs(3 * thoughts.count(pieces, "") - len(reasoning) - is_line) < 3
+    if text.startswith("<think>"):
+        assert thoughts.count([text[7:].encode()], "<think>\n") == (reasoning == text[7:])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_answers_cut_short_are_no_error_and_read_alike(case: str) -> None:
     name, text, *_ = CASES[case]
     for end in range(len(text)):
