@@ -105,7 +105,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Result]:  # fmt: skip
         """Outputs as they are written: all so far, or what is new, as sampling_params.output_kind says."""
         refuse_adapter(lora_request)
-        (params,) = per_prompt(sampling_params, 1)
+        (params,) = per_prompt(sampling_params, 1, self.llm.get_default_sampling_params())
         require(is_whole(priority), "priority", priority, "give a whole number")
         with self._work:
             if self._is_closed:

@@ -25,7 +25,7 @@ from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError, anthropic_body
 from paceline.server.responses_types import Common
 from paceline.server.tools import Fields
-from paceline.server.translate import Writer
+from paceline.server.writer import Writer
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config"}  # the chat's, and those here
 CHOICES = {"auto": None, "any": "required", "none": "none"}

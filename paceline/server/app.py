@@ -36,7 +36,8 @@ from paceline.server.responses import (
     unavailable,
     unless_gone,
 )
-from paceline.server.translate import Job, Translator, Writer
+from paceline.server.translate import Job, Translator
+from paceline.server.writer import Writer
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
 ERRORS: dict[int | str, dict[str, Any]] = {

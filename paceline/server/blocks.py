@@ -13,7 +13,7 @@ from typing import Literal
 
 from paceline.server.responses import ApiError
 from paceline.server.tools import Fields
-from paceline.server.translate import Writer
+from paceline.server.writer import Writer
 
 Kind = Literal["reasoning", "text", "call"]
 Move = Literal["open", "piece", "close"]

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.api.build import Built
+from paceline.api.inbox import Inbox
 from paceline.api.intake import Intake
+from paceline.api.results import Logprobs
 from paceline.cli.explain_steps import Recorder
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.params import SamplingParams
@@ -103,6 +105,7 @@ def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[st
         "has_template": template is not None,
         "has_tools": template is not None and "tools" in template,
         **formats.described(template or ""),
+        "defaults": built.defaults,
         "speculative": {
             "method": "hybrid" if isinstance(method, list) else method,
             "drafters": [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))],
@@ -155,7 +158,7 @@ class Choice:
             return said | {"error": error_json(request.error)}
         if request.finish_reason is not None:
             started_at = self.started_at or first_at
-            usage = {
+            usage: dict[str, Any] = {
                 "prompt_tokens": request.num_prompt,
                 "completion_tokens": request.num_output,
                 "reasoning_tokens": self._num_reasoning(),
@@ -166,6 +169,8 @@ class Choice:
                 "stop": text.stopped_by,
                 "stats": asdict(self.stats),
             }
+            if (scores := Inbox(request, self.stats, self.tokenizer).prompt_logprobs()) is not None:
+                usage["prompt_logprobs"] = [None if each is None else _scores_json(each) for each in scores]
             said |= {"end": request.finish_reason.value, "usage": usage}
         return said
 
@@ -179,6 +184,14 @@ class Choice:
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _scores_json(scores: Logprobs) -> dict[int, dict[str, Any]]:
+    """As vLLM writes the log-probabilities of one of the prompt's tokens."""
+    return {
+        token: each._replace(logprob=max(each.logprob, LEAST_LOGPROB))._asdict()
+        for token, each in scores.items()
+    }
 
 
 def error_json(error: PacelineError) -> dict[str, str]:

@@ -12,12 +12,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.server.arguments import JsonPass, TaggedPass, first, num_begun
 from paceline.server.formats import ANALYSIS, HERMES, Format, Thoughts, Tools, calls_in
+from paceline.server.tools import Fields
 
-Fields = dict[str, Any]  # of a JSON object
 Kind = Literal["content", "reasoning", "arguments"]
 MOST_FAILED = 64  # an answer with so many tags that are no calls is text: each costs a look at what follows
 # JSON that begins so is no call.
@@ -48,7 +48,7 @@ class Reading:
         """The tags by which the tokens of reasoning are counted."""
         if self.format.is_channels:
             return ANALYSIS
-        return Thoughts(*self.thinking) if self.thinking else None
+        return Thoughts(self.thinking[0], self.thinking[1]) if self.thinking else None
 
 
 @dataclass(slots=True)
