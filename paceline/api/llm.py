@@ -1,8 +1,8 @@
 """LLM: text in, text out. Batches, chats and streams all go through one engine, and may be interleaved.
 
-Invariant: whoever waits for an answer steps the engine, for all requests alike. So a stream that is not read
-holds up no other: it is written on with the others' steps, at most up to its max_tokens, and is read from its
-inbox later. Closing or forgetting it stops it.
+Invariant: each caller that waits for an answer steps the engine for all requests. So a stream that is not
+read holds up no other: it is written on with the others' steps, at most up to its max_tokens, and is read
+from its inbox later. Closing or forgetting it stops it.
 """
 
 from __future__ import annotations

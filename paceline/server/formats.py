@@ -84,7 +84,7 @@ class Thoughts(NamedTuple):
     closes: str
     is_anywhere: bool = False
 
-    def count(self, tokens: Sequence[bytes], prompt_end: str) -> int:
+    def num_tokens(self, tokens: Sequence[bytes], prompt_end: str) -> int:
         """How many of an answer's tokens are reasoning, which the prompt's end may have opened."""
         opens, closes = re.escape(self.opens), re.escape(self.closes)
         if not self.is_anywhere:

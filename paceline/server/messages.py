@@ -179,7 +179,7 @@ class Choice:
             return 0
         tokens, stop_ids = self.request.output, self.request.stop_ids
         said = tokens[:-1] if tokens and tokens[-1] in stop_ids else tokens
-        return self.thoughts.count(list(map(self.tokenizer.token_bytes, said)), self.prompt_end)
+        return self.thoughts.num_tokens(list(map(self.tokenizer.token_bytes, said)), self.prompt_end)
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)

@@ -19,7 +19,7 @@ from paceline.server.formats import ANALYSIS, HERMES, Format, Thoughts, Tools, c
 from paceline.server.tools import Fields
 
 Kind = Literal["content", "reasoning", "arguments"]
-MOST_FAILED = 64  # an answer with so many tags that are no calls is text: each costs a look at what follows
+MOST_FAILED = 64  # tags that are no calls, after which all is text: each costs a look at what follows
 # JSON that begins so is no call.
 _NO_CALL = re.compile(
     r'\s*+\[\s*+[^\s{]|\s*+(?:\[\s*+)?+\{\s*+(?:[^\s"]|"(?!(?:name|type|id|arguments|parameters)")[^"]*+")'
@@ -173,7 +173,7 @@ class AnswerReader:
         return True
 
     def _give_up(self, size: int) -> bool:
-        """So many characters were no call, but the model's words; what follows them is read as text is."""
+        """The first `size` characters were no call, but text; what follows them is read as text is."""
         self._enter("content", is_cutting=False)
         self._num_failed += 1
         if self._num_failed == MOST_FAILED:
@@ -225,7 +225,7 @@ class AnswerReader:
         """What is new of the present call."""
         index, calls = self.num_calls - 1, self._said.calls
         if self.reading.most_calls is not None and index >= self.reading.most_calls:
-            return {"function": {"arguments": ""}}  # read by nobody
+            return {"function": {"arguments": ""}}  # which is not read
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         return calls[-1]

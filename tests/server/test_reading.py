@@ -227,11 +227,11 @@ def test_tokens_of_reasoning_are_those_whose_text_it_is(case: str) -> None:
     name, text, _, reasoning, _ = CASES[case]
     thoughts, is_line = reading_of(name).thoughts, text.startswith("<think>\n")  # which is not shown
     assert thoughts is not None
-    assert thoughts.count([character.encode() for character in text], "") == len(reasoning) + is_line
+    assert thoughts.num_tokens([character.encode() for character in text], "") == len(reasoning) + is_line
     pieces = [text[at : at + 3].encode() for at in range(0, len(text), 3)]
-    assert abs(3 * thoughts.count(pieces, "") - len(reasoning) - is_line) < 3
+    assert abs(3 * thoughts.num_tokens(pieces, "") - len(reasoning) - is_line) < 3
     if text.startswith("<think>"):
-        assert thoughts.count([text[7:].encode()], "<think>\n") == (reasoning == text[7:])
+        assert thoughts.num_tokens([text[7:].encode()], "<think>\n") == (reasoning == text[7:])
 
 
 @pytest.mark.parametrize("case", CASES)
