@@ -96,9 +96,15 @@ def test_defaults_are_the_models_own(tiny: LLM, tiny_folder: Path, tmp_path: Pat
     )
     for options, words in (
         ({"generation_config": "there"}, "generation_config is 'there'; use auto, vllm, or a folder"),
-        ({"override_generation_config": {"top_q": 1}}, "has 'top_q', which is no default"),
+        (
+            {"override_generation_config": {"top_q": 1}},
+            "override_generation_config is {'top_q': 1}; give an object with some of temperature",
+        ),
         ({"override_generation_config": {"top_p": 2}}, "generation_config: top_p is 2; .*'vllm'"),
-        ({"override_generation_config": "greedy"}, "override_generation_config is 'greedy'; give an object"),
+        (
+            {"override_generation_config": "greedy"},
+            "override_generation_config is 'greedy'; give an object with",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             sampling_defaults(EngineOptions(**options), tmp_path)

@@ -125,19 +125,15 @@ def build(options: EngineOptions) -> Built:
 
 def sampling_defaults(options: EngineOptions, folder: Path) -> dict[str, Any]:
     """What a generation_config.json says of sampling, and what was put in its place, by vLLM's rules."""
-    chosen, given, found = options.generation_config, options.override_generation_config, dict[str, Any]()
-    override = given if isinstance(given, dict) else {}
-    unknown = next((name for name in override if name not in DEFAULTS), None)
-    if unknown is not None:
-        remedy = nearest(unknown, list(DEFAULTS))
-        raise ConfigError(f"override_generation_config has {unknown!r:.40}, which is no default; {remedy}")
-    path = (folder if chosen == "auto" else Path(chosen)) / "generation_config.json"
-    if chosen != "vllm" and path.is_file():
-        found = read_json(path)
-    elif chosen not in ("auto", "vllm"):
-        remedy = "use auto, vllm, or a folder that has a generation_config.json"
-        raise ConfigError(f"generation_config is {chosen!r:.80}; {remedy}")
-    merged = {**found, **override}
+    chosen, override = options.generation_config, options.override_generation_config or {}
+    is_known = isinstance(override, dict) and all(name in DEFAULTS for name in override)
+    remedy = f"give an object with some of {', '.join(DEFAULTS)}"
+    require(is_known, "override_generation_config", override, remedy)
+    path = (folder if chosen == "auto" else Path(str(chosen))) / "generation_config.json"
+    has_file = chosen != "vllm" and path.is_file()
+    remedy = "use auto, vllm, or a folder that has a generation_config.json"
+    require(has_file or chosen in ("auto", "vllm"), "generation_config", chosen, remedy)
+    merged = (read_json(path) if has_file else {}) | dict(override)
     values = {name: merged[name] for name in DEFAULTS if merged.get(name) is not None}
     try:
         SamplingParams(**values)

@@ -44,7 +44,7 @@ class EngineOptions:
     # Defaults of sampling: "auto" takes those of the model's generation_config.json, "vllm" none of them, a
     # folder those of its file; the other one is put over them.
     generation_config: str = "auto"
-    override_generation_config: dict[str, Any] | str | None = None
+    override_generation_config: Any = None
     seed: int | None = None  # each request that has none draws its own from it, in order
     kernels: str = "exact"  # "torch": the reference decoder that the compiled kernels are tested against
     progress: bool = True  # say on stderr what takes long while the model is read
@@ -57,10 +57,6 @@ class EngineOptions:
         require(self.seed is None or is_whole(self.seed), "seed", self.seed, "use a whole number, or None")
         remedy = "give a path, 'default' or a Hugging Face name"
         require(isinstance(self.model, str) and bool(self.model), "model", self.model, remedy)
-        chosen, override = self.generation_config, self.override_generation_config
-        require(isinstance(chosen, str), "generation_config", chosen, "use 'auto', 'vllm' or a folder")
-        remedy = 'give an object such as {"temperature": 0.7}'
-        require(isinstance(override, dict | None), "override_generation_config", override, remedy)
         if self.max_model_len is not None:
             is_usable = is_whole(self.max_model_len) and self.max_model_len >= 2
             require(is_usable, "max_model_len", self.max_model_len, "use a whole number, 2 or more")

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # By the tag before a key: the key with all that stands before its value, and what ends the value, which
 # models do not always close. A line's end around a value of Qwen3-Coder belongs to its tags.
 _ENDS = ("</parameter>", "</function>", "</tool_call>")
+_STOPS = (*_ENDS, *(f"\n{end}" for end in _ENDS), "\n<parameter=")
+_GLM_KEY = re.compile(r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>")
 PAIRS = {
-    "<parameter=": (
-        re.compile(r"<parameter=([^<>]*+)>(?:\n|(?!\Z))"),
-        (*_ENDS, *(f"\n{end}" for end in _ENDS), "\n<parameter="),
-    ),
-    "<arg_key>": (
-        re.compile(r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>"),
-        ("</arg_value>", "</tool_call>"),
-    ),
+    "<parameter=": (re.compile(r"<parameter=([^<>]*+)>(?:\n|(?!\Z))"), _STOPS),
+    "<arg_key>": (_GLM_KEY, ("</arg_value>", "</tool_call>")),
 }
 
 
@@ -30,11 +25,11 @@ class JsonPass:
     """One JSON value; or, with depth 1, what is left of an object or a list."""
 
     def __init__(self, depth: int = 0) -> None:
+        self.is_over = False
         self._depth, self._is_quoted, self._is_escaped = depth, False, False
 
     def take(self, text: str, is_last: bool) -> tuple[str, str]:
         """What belongs to the value, and what is left of the text."""
-        at = 0
         for at, character in enumerate(text, 1):
             if self._is_escaped:
                 self._is_escaped = False
@@ -47,12 +42,8 @@ class JsonPass:
                 self._depth += (character in "{[") - (character in "}]")
             if not self._depth:
                 break
+        self.is_over = not self._depth
         return text[:at], text[at:]
-
-    @property
-    def is_over(self) -> bool:
-        """After something was taken."""
-        return not self._depth
 
 
 class TaggedPass:
@@ -99,30 +90,22 @@ class TaggedPass:
             at = len(text) - (0 if is_last else num_begun(text, self._stops)) if self._is_text else 0
             return _json(text[:at])[1:-1], text[at:]
         self._stops = ()
-        value = _json(text[:at])[1:] if self._is_text else _typed(text[:at])
-        return value, text[at:]
+        value = _json(text[:at], self._is_text)
+        return value[1:] if self._is_text else value, text[at:]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _typed(text: str) -> str:
-    """As JSON, or as a text where it is none."""
+def _json(text: str, is_text: bool = True) -> str:
+    """A text as JSON; one that need not be a text is left as it is where it is JSON."""
     try:
-        return _json(json.loads(text))
+        value = text if is_text else json.loads(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        return _json(text)
+        return json.dumps(text, ensure_ascii=False)
 
 
-@cache
-def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)) or r"(?!)")
-
-
-def first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
+def first(text: str, tags: Iterable[str]) -> tuple[int, str]:
     """Where the first of the tags stands, and which it is; the text's end and none if there is none."""
-    found = _any_of(tags).search(text)
+    found = re.search("|".join(map(re.escape, tags)) or "(?!)", text)
     return (found.start(), found[0]) if found else (len(text), "")
 
 

@@ -42,9 +42,7 @@ class ServerConfig(EngineOptions):
     generation_config: str = option(
         "auto", HTTP, "Sampling defaults: auto (the model's own), vllm or a folder."
     )
-    override_generation_config: dict[str, Any] | str | None = option(
-        None, HTTP, 'Put over them: JSON such as {"temperature": 0.7}.'
-    )
+    override_generation_config: dict[str, Any] | str | None = option(None, HTTP, "JSON, put over them.")
     tool_call_parser: str | None = option(None, HTTP, "How calls are written; left out: as in its template.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
     api_key: tuple[str, ...] = option((), ACCESS, "A key clients must show; repeatable; safer in a file.")

@@ -29,8 +29,8 @@ HARMONY_HEAD = re.compile(
 TAGGED_HEAD = re.compile(
     rf"{JSON_HEAD.pattern}|\s*+(?:<function=)?+(?P<tagged>[\w.-]++)(?:>|\s*+(?=<arg_key>|</tool_call>))"
 )
+Fields = dict[str, Any]  # of a JSON object
 Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
-Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,14 @@ ANALYSIS = Thoughts("<|channel|>analysis<|message|>", "<|end|>", is_anywhere=Tru
 
 def described(template: str) -> dict[str, Any]:
     """What a chat template shows of how its model answers."""
-    signs = SIGNS if "tools" in template else {}  # others are told of tools in the words of tools.py
+    signs = SIGNS if "tools" in template else {}  # others are told of tools in the words of core/content.py
     named = next((name for sign, name in signs.items() if sign in template), "hermes")
     thinking = next((tags for tags in THINKING if tags[1] in template), None)
     return {"format": named, "thinking": thinking, "has_developer": "developer" in template}
 
 
-def calls_in(text: str, tools: Tools) -> list[Found]:
-    """The calls in the whole of what stands between tags; none if it is no call of the tools."""
+def calls_in(text: str, tools: Tools) -> list[tuple[str, str]]:
+    """The calls in what stands between tags, each a name and JSON; none if it is no call of the tools."""
     found = []
     try:
         value = json.loads(text)
@@ -120,3 +120,17 @@ def calls_in(text: str, tools: Tools) -> list[Found]:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         found.append((str(each["name"]), written))
     return found
+
+
+def forced_schema(tools: Sequence[Fields], name: str | None) -> Fields:
+    """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
+    calls, shared, closed = list[Fields](), Fields(), {"type": "object", "additionalProperties": False}
+    for function in (tool["function"] for tool in tools):
+        if name in (None, function["name"]):
+            arguments = function.get("parameters") or {"type": "object"}
+            if isinstance(own := arguments.get("$defs"), dict):
+                shared |= own  # references to them begin at the schema's root
+            properties = {"name": {"const": function["name"]}, "arguments": arguments}
+            calls.append({**closed, "properties": properties, "required": list(properties)})
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return schema | {"$defs": shared} if shared else schema

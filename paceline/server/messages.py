@@ -7,7 +7,7 @@ the texts said for a choice, joined, are what `LLM.generate` returns for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from paceline.server import formats
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.steps import details_json
 
+PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -127,8 +128,7 @@ class Choice:
     tokenizer: Tokenizer
     has_details: bool = False  # of each step
     recorder: Recorder | None = None  # where p and q are wanted, too
-    thoughts: formats.Thoughts | None = None  # the tags around its reasoning, where there may be some
-    prompt_end: str = ""
+    thoughts: Sequence[Any] | None = None  # formats.Thoughts, where there may be some
     num_steps: int = 0  # with details
     added_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # of the step in which it first ran
@@ -170,28 +170,31 @@ class Choice:
                 "stats": asdict(self.stats),
             }
             if (scores := Inbox(request, self.stats, self.tokenizer).prompt_logprobs()) is not None:
-                usage["prompt_logprobs"] = [None if each is None else _scores_json(each) for each in scores]
+                usage["prompt_logprobs"] = [each and _scores_json(each) for each in scores]
             said |= {"end": request.finish_reason.value, "usage": usage}
         return said
 
+    @property
+    def prompt_end(self) -> str:
+        """Its last words, which may have opened the reasoning."""
+        prompt = self.request.tokens[: self.request.num_prompt]
+        return self.tokenizer.decode(prompt[-PROMPT_END:], skip_special=False)
+
     def _num_reasoning(self) -> int:
-        if self.thoughts is None:
-            return 0
-        tokens, stop_ids = self.request.output, self.request.stop_ids
-        said = tokens[:-1] if tokens and tokens[-1] in stop_ids else tokens
-        return self.thoughts.num_tokens(list(map(self.tokenizer.token_bytes, said)), self.prompt_end)
+        tokens = self.request.output
+        said = tokens[:-1] if tokens and tokens[-1] in self.request.stop_ids else tokens
+        pieces = list(map(self.tokenizer.token_bytes, said))
+        return formats.Thoughts(*self.thoughts).num_tokens(pieces, self.prompt_end) if self.thoughts else 0
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def _scores_json(scores: Logprobs) -> dict[int, dict[str, Any]]:
+def _scores_json(scores: Logprobs) -> Any:
     """As vLLM writes the log-probabilities of one of the prompt's tokens."""
-    return {
-        token: each._replace(logprob=max(each.logprob, LEAST_LOGPROB))._asdict()
-        for token, each in scores.items()
-    }
+    shown = {token: each._asdict() for token, each in scores.items()}
+    return {token: each | {"logprob": max(each["logprob"], LEAST_LOGPROB)} for token, each in shown.items()}
 
 
 def error_json(error: PacelineError) -> dict[str, str]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.server.blocks import Block, Blocks, Conversation, Move
+from paceline.server.formats import Fields
 from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError
 from paceline.server.responses_types import Common, NamedTool, ResponseRequest
-from paceline.server.tools import Fields
 from paceline.server.writer import Writer
 
 # What the chat underneath calls a field, and what it is called here.

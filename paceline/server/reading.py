@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.server.arguments import JsonPass, TaggedPass, first, num_begun
-from paceline.server.formats import ANALYSIS, HERMES, Format, Thoughts, Tools, calls_in
-from paceline.server.tools import Fields
+from paceline.server.formats import ANALYSIS, HERMES, Fields, Format, Thoughts, Tools, calls_in
 
 Kind = Literal["content", "reasoning", "arguments"]
 MOST_FAILED = 64  # tags that are no calls, after which all is text: each costs a look at what follows
@@ -46,9 +45,8 @@ class Reading:
     @property
     def thoughts(self) -> Thoughts | None:
         """The tags by which the tokens of reasoning are counted."""
-        if self.format.is_channels:
-            return ANALYSIS
-        return Thoughts(self.thinking[0], self.thinking[1]) if self.thinking else None
+        tags = self.thinking
+        return ANALYSIS if self.format.is_channels else Thoughts(tags[0], tags[1]) if tags else None
 
 
 @dataclass(slots=True)

@@ -14,12 +14,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import brief, nearest
 from paceline.core.params import SamplingParams
 from paceline.server import openai_types as types
-from paceline.server import tools as tooling
 from paceline.server.config import ServerConfig
-from paceline.server.formats import FORMATS, HERMES, Format
+from paceline.server.formats import FORMATS, HERMES, Fields, Format, forced_schema
 from paceline.server.reading import Reading
 from paceline.server.responses import ApiError
-from paceline.server.tools import Fields
 
 # Fields of a body that are those of SamplingParams.
 SAME_NAMES = {*types.Sampling.model_fields} & {*SamplingParams.__slots__} - {"structured_outputs"}
@@ -86,7 +84,7 @@ class Translator(NamedTuple):
             what = f"names {wanted!r:.80}, which is not among the tools"
             _refuse_if(wanted is not None and wanted not in names, "tool_choice", what)
             forced = (wanted,) if wanted is not None else tuple(names)
-            extra["structured_outputs"] = {"json": tooling.forced_schema(tools, wanted)}
+            extra["structured_outputs"] = {"json": forced_schema(tools, wanted)}
         is_json = bool(forced) or any(
             {"json", "json_object"} & set(each) for each in _structured(body).values()
         )

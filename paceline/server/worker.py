@@ -30,13 +30,12 @@ from paceline.core import watch
 from paceline.core.errors import PacelineError
 from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
-from paceline.server import formats, processes
+from paceline.server import processes
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.isolation import InternalError, Isolation
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[processes.Message]
-PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
 
@@ -148,18 +147,15 @@ class Worker:
     def _add(self, name: str, message: processes.Message) -> processes.Message:
         """Give the requests to the engine; what the client is told of them."""
         requests, tokenizer = message["made"], self.preparer.intake.tokenizer
-        first = requests[0]
-        end = tokenizer.decode(first.tokens[: first.num_prompt][-PROMPT_END:], skip_special=False)
-        thoughts = formats.Thoughts(*message["thoughts"]) if message.get("thoughts") else None
         for index, request in enumerate(requests):
             self.isolation.add(request)
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
-            choice.has_details, choice.thoughts = bool(message.get("details")), thoughts
-            choice.prompt_end = end
+            choice.has_details, choice.thoughts = bool(message.get("details")), message["thoughts"]
             if message.get("details") is True:
                 choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
             self._choices[request.id] = choice
         self._is_stale = True
+        first, end = requests[0], self._choices[requests[0].id].prompt_end
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
         return {"num_prompt": first.num_prompt, "echo": echo, "end": end}
 

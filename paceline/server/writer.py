@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.server.calls import Call, Delta
+from paceline.server.formats import Fields
 from paceline.server.reading import AnswerReader
-from paceline.server.tools import Fields
 from paceline.server.translate import Job
 
 
@@ -41,9 +41,8 @@ class Writer:
         choices = [self._choice_json(delta, "message") or {} for delta in deltas]
         whole = {**self._frame(""), "choices": choices, **self._figures()}
         for shown in [whole] if self.is_chat else choices:  # where vLLM has them
-            part = shown.get("index", 0) // self.call.num_choices
-            end = self.call.ends.get(part * self.call.num_choices, {})
-            shown["prompt_logprobs"] = end.get("prompt_logprobs")
+            first = shown.get("index", 0) // self.call.num_choices * self.call.num_choices
+            shown["prompt_logprobs"] = self.call.ends.get(first, {}).get("prompt_logprobs")
         return whole
 
     async def chunks(self) -> AsyncIterator[Fields]:
