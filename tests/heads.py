@@ -123,7 +123,7 @@ _folders = tempfile.TemporaryDirectory()  # gone when the tests end
 
 @functools.cache
 def random_head(kind: str, target: Any, seed: int = 0, draft_vocab: int | None = None, **fields: Any) -> str:
-    """The folder of a head that nobody trained, for this checkpoint."""
+    """The folder of an untrained head, for this checkpoint."""
     config = config_of(kind, target.config, target_hash(target), draft_vocab, **fields)
     name = f"{kind}-{len(list(Path(_folders.name).iterdir()))}"
     return str(

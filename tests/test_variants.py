@@ -71,7 +71,7 @@ def dots_of(variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def function_source(num_arguments: int, write: Callable[..., None]) -> str:
-    """A function of so many addresses and numbers, in LLVM's language."""
+    """A function of some addresses and numbers, in LLVM's language."""
     module = ir.Module("tile")
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * num_arguments), "tile")
     builder = ir.IRBuilder(function.append_basic_block())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 import threading
 import time
@@ -32,6 +33,8 @@ from paceline import (
     StructuredOutputsParams,
     TokensPrompt,
 )
+from paceline.api.build import sampling_defaults
+from paceline.api.options import EngineOptions
 
 PROMPTS = ["In a paceline, cyclists ride", "The rider in front", "After a while the leader", "def ride(line"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -77,7 +80,39 @@ def test_generate(tiny: LLM) -> None:
         assert completion.finish_reason in ("stop", "length")
         assert completion.text == tiny.get_tokenizer().decode(completion.token_ids)
         assert completion.logprobs is completion.cumulative_logprob is output.prompt_logprobs is None
-    assert tiny.get_default_sampling_params() == SamplingParams()
+    assert tiny.get_default_sampling_params() == SamplingParams()  # its folder has no generation_config.json
+
+
+def test_defaults_are_the_models_own(tiny: LLM, tiny_folder: Path, tmp_path: Path) -> None:
+    own = {"temperature": 0.7, "top_p": None, "do_sample": True, "eos_token_id": 3, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    found = sampling_defaults(
+        EngineOptions(override_generation_config={"top_k": 5, "temperature": 0.2}), tmp_path
+    )
+    assert found == {"temperature": 0.2, "top_k": 5, "repetition_penalty": 1.1}
+    assert sampling_defaults(EngineOptions(generation_config="vllm"), tmp_path) == {}
+    assert (
+        sampling_defaults(EngineOptions(generation_config=str(tmp_path)), tiny_folder)["temperature"] == 0.7
+    )
+    for options, words in (
+        ({"generation_config": "there"}, "generation_config is 'there'; use auto, vllm, or a folder"),
+        (
+            {"override_generation_config": {"top_q": 1}},
+            "override_generation_config is {'top_q': 1}; give an object with some of temperature",
+        ),
+        ({"override_generation_config": {"top_p": 2}}, "generation_config: top_p is 2; .*'vllm'"),
+        (
+            {"override_generation_config": "greedy"},
+            "override_generation_config is 'greedy'; give an object with",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            sampling_defaults(EngineOptions(**options), tmp_path)
+    with LLM(model=str(tiny_folder), override_generation_config={"temperature": 0}, progress=False) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+        greedy = tiny.generate(PROMPTS[0], SamplingParams(temperature=0))[0].token_ids
+        assert llm.generate(PROMPTS[0])[0].token_ids == greedy
+        assert [token.id for chunk in llm.stream(PROMPTS[0]) for token in chunk.tokens] == greedy
 
 
 def test_chat(tiny: LLM) -> None:

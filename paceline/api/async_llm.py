@@ -89,7 +89,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """End the thread, refuse whoever still waits, and give back all memory."""
+        """End the thread, refuse the calls that still wait, and give back all memory."""
         with self._work:
             self._is_closed = True
             self._work.notify()
@@ -105,7 +105,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Result]:  # fmt: skip
         """Outputs as they are written: all so far, or what is new, as sampling_params.output_kind says."""
         refuse_adapter(lora_request)
-        (params,) = per_prompt(sampling_params, 1)
+        (params,) = per_prompt(sampling_params, 1, self.llm.get_default_sampling_params())
         require(is_whole(priority), "priority", priority, "give a whole number")
         with self._work:
             if self._is_closed:
@@ -132,7 +132,7 @@ class AsyncLLM:
             self._abort(call)
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request: whoever reads it gets a last output with finish_reason "abort"."""
+        """Stop a request: its reader gets a last output with finish_reason "abort"."""
         if (call := self._calls.get(request_id)) is not None:
             self._abort(call)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.api.options import EngineOptions
@@ -21,6 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.fields import read_json
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
@@ -30,6 +32,7 @@ from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 PATIENCE_S = 1.0  # what is done sooner needs no words
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default, and for recurrent states
 MOST_VERSIONS = 8  # of a sequence's recurrent state, after drafted tokens
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may have
 SNAPSHOTS = 16  # of recurrent states after prompts: what can be found again
 
 
@@ -38,6 +41,7 @@ class Built(NamedTuple):
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     context: DrafterContext
+    defaults: dict[str, Any]  # of sampling, as the model's own files have them
 
 
 class Speculation(NamedTuple):
@@ -84,6 +88,7 @@ def build(options: EngineOptions) -> Built:
     dtype = backend.default_dtype if options.dtype == "auto" else options.dtype
     backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
+    defaults = sampling_defaults(options, checkpoint.path)
     tokenizer = Tokenizer(checkpoint.tokenizer_source())
     head = registry.shipped_head(checkpoint, asked.head)
     if head is not None:
@@ -115,7 +120,26 @@ def build(options: EngineOptions) -> Built:
         drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
         policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
-    return Built(engine, checkpoint, tokenizer, context)
+    return Built(engine, checkpoint, tokenizer, context, defaults)
+
+
+def sampling_defaults(options: EngineOptions, folder: Path) -> dict[str, Any]:
+    """What a generation_config.json says of sampling, and what was put in its place, by vLLM's rules."""
+    chosen, override = options.generation_config, options.override_generation_config or {}
+    is_known = isinstance(override, dict) and all(name in DEFAULTS for name in override)
+    remedy = f"give an object with some of {', '.join(DEFAULTS)}"
+    require(is_known, "override_generation_config", override, remedy)
+    path = (folder if chosen == "auto" else Path(str(chosen))) / "generation_config.json"
+    has_file = chosen != "vllm" and path.is_file()
+    remedy = "use auto, vllm, or a folder that has a generation_config.json"
+    require(has_file or chosen in ("auto", "vllm"), "generation_config", chosen, remedy)
+    merged = (read_json(path) if has_file else {}) | dict(override)
+    values = {name: merged[name] for name in DEFAULTS if merged.get(name) is not None}
+    try:
+        SamplingParams(**values)
+    except ConfigError as error:
+        raise ConfigError(f"generation_config: {error}; or choose 'vllm', which leaves it aside") from None
+    return values
 
 
 def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dtype: str) -> AutoPolicy:

@@ -165,9 +165,9 @@ def refuse_adapter(given: object) -> None:
     require(given is None, "lora_request", given, "there are no adapters; merge it into the weights")
 
 
-def per_prompt(params: Params, count: int) -> list[SamplingParams]:
+def per_prompt(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         remedy = "give a SamplingParams, or a list with one for each prompt"
         raise ConfigError(f"sampling_params is {params!r:.60}; {remedy}")

@@ -1,8 +1,8 @@
 """LLM: text in, text out. Batches, chats and streams all go through one engine, and may be interleaved.
 
-Invariant: whoever waits for an answer steps the engine, for all requests alike. So a stream that is not read
-holds up no other: it is written on with the others' steps, at most up to its max_tokens, and is read from its
-inbox later. Closing or forgetting it stops it.
+Invariant: each caller that waits for an answer steps the engine for all requests. So a stream that is not
+read holds up no other: it is written on with the others' steps, at most up to its max_tokens, and is read
+from its inbox later. Closing or forgetting it stops it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class LLM:
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
         self.context = built.context  # what further drafters would be made with
+        self._defaults = SamplingParams(**built.defaults)
         vocab_size, length = self.checkpoint.config.vocab_size, self.engine.config.max_model_len
         seeds = None if self.options.seed is None else random.Random(self.options.seed)
         self._intake = Intake(self.tokenizer, vocab_size, length, seeds)
@@ -97,8 +98,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What counts where none are given."""
-        return SamplingParams()
+        """What counts where none are given: of the model's own defaults, and else SamplingParams()."""
+        return self._defaults
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
@@ -113,7 +114,8 @@ class LLM:
         if not is_list or not all(is_whole(rank) for rank in ranks):
             remedy = f"give one whole number for each of the {len(many)} prompts"
             raise ConfigError(f"priority is {priority!r:.40}; {remedy}")
-        return self._run(zip(many, per_prompt(sampling_params, len(many)), ranks, strict=True), use_tqdm)
+        params = per_prompt(sampling_params, len(many), self._defaults)
+        return self._run(zip(many, params, ranks, strict=True), use_tqdm)
 
     def chat(
         self, messages: str | Conversation | Sequence[Conversation], sampling_params: Params = None, *,
@@ -126,7 +128,7 @@ class LLM:
         is_several = is_list and messages and not isinstance(messages[0], Mapping | str)
         many: Any = messages if is_several else [messages]
         prompts = [self._encode_chat(each, options) for each in many]
-        each = zip(prompts, per_prompt(sampling_params, len(prompts)), strict=True)
+        each = zip(prompts, per_prompt(sampling_params, len(prompts), self._defaults), strict=True)
         return self._run(((prompt, own, 0) for prompt, own in each), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -140,7 +142,7 @@ class LLM:
         return self._begin(self._encode_chat(messages, options), sampling_params)
 
     def _begin(self, prompt: Encoded, params: SamplingParams | None) -> Iterator[Chunk]:
-        (params,) = per_prompt(params, 1)
+        (params,) = per_prompt(params, 1, self._defaults)
         if params.n != 1:
             raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
         return self._stream(prompt, self._requests(prompt, params)[0])

@@ -44,7 +44,6 @@ REFUSED = {  # with the remedy, and beside None and False the value that asks fo
     "runner": ("models only write text", ("auto", "generate")),
     "task": ("models only write text", ("auto", "generate")),
     "logits_processors": ("give functions as SamplingParams(logits_processors=[...])", []),
-    "override_generation_config": ("give SamplingParams", {}),
     "limit_mm_per_prompt": ("prompts are text alone", {}),
 }
 DTYPES = {"half": "float16", "float": "float32"}

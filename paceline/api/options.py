@@ -41,6 +41,10 @@ class EngineOptions:
     max_num_seqs: int = option(16, MEMORY, "Answers written at the same time; more wait.")
     max_num_batched_tokens: int = option(512, MEMORY, "Tokens in one pass of the model.")
     enable_prefix_caching: bool = option(True, MEMORY, "Keep the K/V of prompts for others that begin alike.")
+    # Defaults of sampling: "auto" takes those of the model's generation_config.json, "vllm" none of them, a
+    # folder those of its file; the other one is put over them.
+    generation_config: str = "auto"
+    override_generation_config: Any = None
     seed: int | None = None  # each request that has none draws its own from it, in order
     kernels: str = "exact"  # "torch": the reference decoder that the compiled kernels are tested against
     progress: bool = True  # say on stderr what takes long while the model is read

@@ -139,7 +139,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # likely tokens reported beside the chosen one; 0: the chosen one alone
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; such a prompt is computed anew
-    truncate_prompt_tokens: int | None = None  # the last so many tokens of the prompt count; -1: that fit
+    truncate_prompt_tokens: int | None = None  # this many last tokens of the prompt count; -1: all that fit
     detokenize: bool = True  # False: the text stays empty
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # of no influence: a text is its tokens' bytes

@@ -89,7 +89,7 @@ class Request:
     num_prompt: int
     seed: int  # keys all noise; drawn from the system when the user gave none
     priority: int = 0  # lower runs first
-    is_streamed: bool = False  # someone reads the text as it comes: a burst must not keep it for long
+    is_streamed: bool = False  # the text is read as it comes: a burst must not keep it for long
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()  # end tokens (unless ignored) and stop_token_ids
     banned_until_min: frozenset[int] = frozenset()  # ids that may not be chosen before min_tokens

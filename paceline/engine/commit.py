@@ -22,7 +22,7 @@ class Emission(NamedTuple):
     request: Request
     tokens: tuple[int, ...]
     num_accepted: int  # of them, from the first on, that were drafted
-    sources: tuple[str, ...]  # by whom, each of those
+    sources: tuple[str, ...]  # the drafter of each of those
     logprobs: tuple[TokenLogprobs, ...]
     draft: Draft | None = None  # that was checked
     path: tuple[int, ...] = (0,)  # of its nodes: the root and those accepted

@@ -68,7 +68,7 @@ class Scheduler:
             self._budget -= one.num_lookahead_tokens
 
     def reserve_burst(self, scheduled: Sequence[ScheduledRequest], rooms: Sequence[int]) -> bool:
-        """Slots for so many tokens of each, its root among them. False if blocks run out: what was reserved
+        """Slots for that many tokens of each, its root among them. False if blocks run out: what was reserved
         until then goes back with the next commit, as reserved drafts do."""
         caches = [(one.request.cache, room) for one, room in zip(scheduled, rooms, strict=True)]
         return all(self.kv.reserve(cache, cache.num_cached + room) for cache, room in caches)

@@ -102,7 +102,7 @@ class ExpertsConfig:
     router: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a correction of what is chosen by
     normalizes: bool = True  # the chosen experts' shares sum up to `scale`
     scale: float = 1.0  # of all shares
-    groups: int = 1  # sigmoid: experts are chosen from the best `top_groups` of so many groups
+    groups: int = 1  # sigmoid: experts are chosen from the best `top_groups` of this many groups
     top_groups: int = 1
     has_bias: bool = False  # gpt-oss: of the router and of every expert
     shared_inner: int = 0  # width of an expert that every token wakes; 0: there is none

@@ -6,7 +6,7 @@ path into place and gives the rest back. Moves are written down here and travel 
 
 A full block is named by the chained hash of its tokens. When the last sequence that holds it lets go it stays
 findable until it is the least recently used free block and is needed. Invariant: a block is either held or
-free; slots at or beyond `num_cached` hold nothing anyone may read; shared blocks are copied before a write.
+free; slots at or beyond `num_cached` hold nothing that may be read; shared blocks are copied before a write.
 """
 
 from __future__ import annotations

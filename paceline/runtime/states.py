@@ -40,7 +40,7 @@ class States:
         return True
 
     def _has(self, count: int) -> bool:
-        """Whether so many slots are free, or held by a name alone."""
+        """Whether this number of slots is free, or held by a name alone."""
         held = 0 if count <= len(self._free) else sum(self._holders[s] == 1 for s in self._by_name.values())
         return count <= len(self._free) + held
 

@@ -12,27 +12,20 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.server.anthropic_types import (
-    CountRequest,
-    Message,
-    MessageRequest,
-    TextBlock,
-    Thinking,
-    ToolUse,
-)
+from paceline.server import anthropic_types as types
 from paceline.server.blocks import Block, Blocks, Conversation
+from paceline.server.formats import Fields
 from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError, anthropic_body
 from paceline.server.responses_types import Common
-from paceline.server.tools import Fields
-from paceline.server.translate import Writer
+from paceline.server.writer import Writer
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config"}  # the chat's, and those here
 CHOICES = {"auto": None, "any": "required", "none": "none"}
 REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}  # by the chat's; all others: end_turn
 
 
-def as_chat(body: CountRequest) -> ChatRequest:
+def as_chat(body: types.CountRequest) -> ChatRequest:
     asked = body.model_dump(include={*Common.model_fields}, exclude_none=True)
     talk = Conversation([], "messages")
     if body.system:
@@ -57,7 +50,7 @@ def as_chat(body: CountRequest) -> ChatRequest:
         asked["chat_template_kwargs"] = known | asked.get("chat_template_kwargs", {})
     if body.output_config and (form := body.output_config.format):
         asked["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-    if isinstance(body, MessageRequest):
+    if isinstance(body, types.MessageRequest):
         asked |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     return ChatRequest.model_validate(asked)
 
@@ -67,19 +60,19 @@ def _function(tool: Fields) -> Fields:
     return {**tool, "parameters": tool.pop("input_schema")}
 
 
-def _say(talk: Conversation, message: Message) -> None:
+def _say(talk: Conversation, message: types.Message) -> None:
     """Its blocks in order; texts in a row are one."""
     text, is_said = "", False
     for block in message.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, types.TextBlock):
             text += block.text
             continue
         if text:
             talk.say(message.role, text)
         text, is_said = "", True
-        if isinstance(block, Thinking):
+        if isinstance(block, types.Thinking):
             talk.think(block.thinking)
-        elif isinstance(block, ToolUse):
+        elif isinstance(block, types.ToolUse):
             talk.call(block.name, block.id, json.dumps(block.input, ensure_ascii=False))
         else:
             talk.answer(block.tool_use_id, ("Error: " if block.is_error else "") + _text(block.content))
@@ -87,13 +80,13 @@ def _say(talk: Conversation, message: Message) -> None:
         talk.say(message.role, text)
 
 
-def _text(blocks: Sequence[TextBlock]) -> str:
+def _text(blocks: Sequence[types.TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 
 @dataclass(slots=True)
 class MessageWriter:
-    body: MessageRequest
+    body: types.MessageRequest
     writer: Writer
     _blocks: Blocks = field(init=False)
 

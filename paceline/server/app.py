@@ -20,23 +20,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.server import anthropic_types
+from paceline.server import anthropic_types, responses
 from paceline.server import openai_types as types
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig, read_keys
 from paceline.server.doors import Doors
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Keys, Logged
-from paceline.server.responses import (
-    ANTHROPIC,
-    ApiError,
-    EventStream,
-    JsonResponse,
-    from_validation,
-    unavailable,
-    unless_gone,
-)
-from paceline.server.translate import Job, Translator, Writer
+from paceline.server.responses import ANTHROPIC, ApiError, EventStream, JsonResponse
+from paceline.server.translate import Job, Translator
+from paceline.server.writer import Writer
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -116,7 +109,7 @@ class Service:
     def translator(self, model: str | None) -> Translator:
         self._check_model(model)
         if not self.engine.info:
-            raise unavailable("starting")
+            raise responses.unavailable("starting")
         return Translator(self.config, self.engine.info)
 
     def _state(self, *good: str) -> Response:
@@ -141,13 +134,13 @@ class Service:
             stack.callback(_describe, request, writer, teller.name)
             if job.is_stream:
                 return EventStream(teller.chunks(), stack.pop_all(), is_typed=door is not None)
-            return JsonResponse(await unless_gone(request.receive, teller.whole()))
+            return JsonResponse(await responses.unless_gone(request.receive, teller.whole()))
         raise AssertionError("the block above returns or raises")
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """The answer where a route raised."""
         if isinstance(error, RequestValidationError):
-            error = from_validation(error.errors())
+            error = responses.from_validation(error.errors())
         elif isinstance(error, HTTPException):
             here = f"there is no {request.method} {request.url.path:.80} here; this server has {self.routes}"
             words = {404: here, 405: "this route does not take that method"}

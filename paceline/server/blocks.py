@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.server.formats import Fields
 from paceline.server.responses import ApiError
-from paceline.server.tools import Fields
-from paceline.server.translate import Writer
+from paceline.server.writer import Writer
 
 Kind = Literal["reasoning", "text", "call"]
 Move = Literal["open", "piece", "close"]

@@ -139,6 +139,7 @@ class Call:
             **self.counts(),
             "prompt_tokens_details": {"cached_tokens": sum(end.get("cached_tokens", 0) for end in firsts)},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(end["reasoning_tokens"] for end in self.ends.values()),
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
             },

@@ -39,6 +39,10 @@ class ServerConfig(EngineOptions):
     host: str = option("127.0.0.1", HTTP, "Where to listen; 0.0.0.0 is every address of the machine.")
     port: int = option(8000, HTTP, "0 takes a free one and says which.")
     playground: bool = option(True, HTTP, "Serve the page at /.")
+    generation_config: str = option(
+        "auto", HTTP, "Sampling defaults: auto (the model's own), vllm or a folder."
+    )
+    override_generation_config: dict[str, Any] | str | None = option(None, HTTP, "JSON, put over them.")
     tool_call_parser: str | None = option(None, HTTP, "How calls are written; left out: as in its template.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
     api_key: tuple[str, ...] = option((), ACCESS, "A key clients must show; repeatable; safer in a file.")
@@ -84,7 +88,8 @@ class ServerConfig(EngineOptions):
 
     def engine_setup(self) -> dict[str, Any]:
         """What the engine process is given: its options, and limits that it checks in tokens."""
-        options = {f.name: getattr(self, f.name) for f in fields(EngineOptions) if f.metadata}
+        own = {each.name for each in fields(EngineOptions)}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata and f.name in own}
         limits = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_completion_tokens")}
         return {"engine": options, "limits": limits, "log_level": self.log_level}
 

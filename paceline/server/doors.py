@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from paceline.server import anthropic_messages, openai_responses
 from paceline.server.anthropic_types import CountRequest, MessageRequest
+from paceline.server.formats import Fields
 from paceline.server.response_store import ResponseStore
 from paceline.server.responses import ApiError, JsonResponse, from_validation
 from paceline.server.responses_types import ResponseRequest
-from paceline.server.tools import Fields
 
 if TYPE_CHECKING:
     from paceline.server.app import Service

@@ -4,11 +4,13 @@ Invariant: a row says only what is written; reading.py alone reads.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # What stands before a call's arguments; the last group is the function's name. No quantifier goes back:
 # whatever a model writes is read in linear time.
@@ -23,11 +25,12 @@ HARMONY_HEAD = re.compile(
     rf"(?:<\|start\|>assistant)?+{_TO.format('before')}\s*+<\|channel\|>(?P<channel>\w++)"
     rf"{_TO.format('after')}[^<]*+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
 )
-# Calls that are no JSON, Qwen3-Coder's and GLM's: their name, and what stands around keys and values.
-_XML_NAME = re.compile(r"\s*+(?:<function=)?+([\w.-]++)(?:>|\s*+(?=<arg_key>|$))")
-_XML_PAIRS = (("<parameter=", ">", "</parameter>"), ("<arg_key>", "</arg_key>", "</arg_value>"))
+# In tags may stand JSON, or what Qwen3-Coder and GLM write: a name, and its arguments in further tags.
+TAGGED_HEAD = re.compile(
+    rf"{JSON_HEAD.pattern}|\s*+(?:<function=)?+(?P<tagged>[\w.-]++)(?:>|\s*+(?=<arg_key>|</tool_call>))"
+)
+Fields = dict[str, Any]  # of a JSON object
 Tools = Mapping[str, Mapping[str, Any]]  # by name: the schema of a function's arguments
-Found = tuple[str, str]  # a call: the function's name, and its arguments as JSON text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class Format:
         return (*self.opens, *self.ends, *self.also)
 
 
-HERMES = Format(("<tool_call>",), ("</tool_call>",))
+HERMES = Format(("<tool_call>",), ("</tool_call>",), TAGGED_HEAD)
+CODER = Format(("<tool_call>", "<function="), ("</tool_call>", "</function>"), TAGGED_HEAD)  # in one or both
 HARMONY = Format(
     ("<|start|>", "<|channel|>"),
     ("<|end|>", "<|call|>", "<|return|>"),
@@ -54,7 +58,7 @@ HARMONY = Format(
 )
 FORMATS = {  # by vLLM's names
     "hermes": HERMES,
-    "qwen3_coder": Format(("<tool_call>", "<function="), ("</tool_call>", "</function>")),  # in one or both
+    "qwen3_coder": CODER,
     "glm45": HERMES,
     "llama3_json": Format(("<|python_tag|>",)),
     "mistral": Format(("[TOOL_CALLS]",), (), MISTRAL_HEAD, ("[ARGS]", "[CALL_ID]"), has_short_ids=True),
@@ -73,48 +77,60 @@ SIGNS = {
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
+class Thoughts(NamedTuple):
+    """The tags around reasoning. It stands at the beginning of an answer alone, or between any of them."""
+
+    opens: str
+    closes: str
+    is_anywhere: bool = False
+
+    def num_tokens(self, tokens: Sequence[bytes], prompt_end: str) -> int:
+        """How many of an answer's tokens are reasoning, which the prompt's end may have opened."""
+        opens, closes = re.escape(self.opens), re.escape(self.closes)
+        if not self.is_anywhere:
+            opens = r"\A" if prompt_end.rstrip().endswith(self.opens) else rf"\A\s*+{opens}"
+        inside = re.compile(rf"{opens}(.*?)(?:{closes}|\Z)".encode(), re.DOTALL)
+        ends = list(itertools.accumulate(map(len, tokens)))
+        spans = (found.span(1) for found in inside.finditer(b"".join(tokens)))
+        return sum(bisect_right(ends, end) - bisect_right(ends, start) for start, end in spans)
+
+
+ANALYSIS = Thoughts("<|channel|>analysis<|message|>", "<|end|>", is_anywhere=True)
+
+
 def described(template: str) -> dict[str, Any]:
     """What a chat template shows of how its model answers."""
-    signs = SIGNS if "tools" in template else {}  # others are told of tools in the words of tools.py
+    signs = SIGNS if "tools" in template else {}  # others are told of tools in the words of core/content.py
     named = next((name for sign, name in signs.items() if sign in template), "hermes")
     thinking = next((tags for tags in THINKING if tags[1] in template), None)
     return {"format": named, "thinking": thinking, "has_developer": "developer" in template}
 
 
-def calls_in(text: str, tools: Tools, is_closed: bool) -> list[Found]:
-    """The calls in the whole of what stands between tags; none if it is no call of the tools."""
+def calls_in(text: str, tools: Tools) -> list[tuple[str, str]]:
+    """The calls in what stands between tags, each a name and JSON; none if it is no call of the tools."""
     found = []
     try:
         value = json.loads(text)
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, dict) or str(each.get("name")) not in tools:
-                return []
-            arguments = each.get("arguments", each.get("parameters")) or {}
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            found.append((str(each["name"]), written))
-        return found
     except (ValueError, RecursionError):
-        return list(_xml_call(text, tools)) if is_closed else []
+        return []
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, dict) or str(each.get("name")) not in tools:
+            return []
+        arguments = each.get("arguments", each.get("parameters")) or {}
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        found.append((str(each["name"]), written))
+    return found
 
 
-def _xml_call(text: str, tools: Tools) -> Iterator[Found]:
-    head = _XML_NAME.match(text)
-    name = head[1] if head else ""
-    if name in tools:
-        kinds, arguments = tools[name].get("properties"), {}
-        for opens, between, closes in _XML_PAIRS:
-            for piece in text.split(closes)[:-1]:
-                key, _, value = piece.partition(opens)[2].partition(between)
-                value = value.removeprefix("\n").removesuffix("\n").removeprefix("<arg_value>")
-                kind = kinds.get(key) if isinstance(kinds, Mapping) else None
-                is_text = not isinstance(kind, Mapping) or kind.get("type") == "string"
-                arguments[key] = value if is_text else _typed(value)
-        yield name, json.dumps(arguments, ensure_ascii=False)
-
-
-def _typed(text: str) -> Any:
-    """What the text is as JSON, if it is JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+def forced_schema(tools: Sequence[Fields], name: str | None) -> Fields:
+    """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
+    calls, shared, closed = list[Fields](), Fields(), {"type": "object", "additionalProperties": False}
+    for function in (tool["function"] for tool in tools):
+        if name in (None, function["name"]):
+            arguments = function.get("parameters") or {"type": "object"}
+            if isinstance(own := arguments.get("$defs"), dict):
+                shared |= own  # references to them begin at the schema's root
+            properties = {"name": {"const": function["name"]}, "arguments": arguments}
+            calls.append({**closed, "properties": properties, "required": list(properties)})
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return schema | {"$defs": shared} if shared else schema

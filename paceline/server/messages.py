@@ -7,12 +7,14 @@ the texts said for a choice, joined, are what `LLM.generate` returns for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.api.build import Built
+from paceline.api.inbox import Inbox
 from paceline.api.intake import Intake
+from paceline.api.results import Logprobs
 from paceline.cli.explain_steps import Recorder
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.params import SamplingParams
@@ -26,6 +28,7 @@ from paceline.server import formats
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.steps import details_json
 
+PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -103,6 +106,7 @@ def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[st
         "has_template": template is not None,
         "has_tools": template is not None and "tools" in template,
         **formats.described(template or ""),
+        "defaults": built.defaults,
         "speculative": {
             "method": "hybrid" if isinstance(method, list) else method,
             "drafters": [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))],
@@ -124,6 +128,7 @@ class Choice:
     tokenizer: Tokenizer
     has_details: bool = False  # of each step
     recorder: Recorder | None = None  # where p and q are wanted, too
+    thoughts: Sequence[Any] | None = None  # formats.Thoughts, where there may be some
     num_steps: int = 0  # with details
     added_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # of the step in which it first ran
@@ -153,9 +158,10 @@ class Choice:
             return said | {"error": error_json(request.error)}
         if request.finish_reason is not None:
             started_at = self.started_at or first_at
-            usage = {
+            usage: dict[str, Any] = {
                 "prompt_tokens": request.num_prompt,
                 "completion_tokens": request.num_output,
+                "reasoning_tokens": self._num_reasoning(),
                 "cached_tokens": request.num_prefix_hits,
                 "queue_s": started_at - self.added_at,
                 "prefill_s": first_at - started_at,
@@ -163,12 +169,32 @@ class Choice:
                 "stop": text.stopped_by,
                 "stats": asdict(self.stats),
             }
+            if (scores := Inbox(request, self.stats, self.tokenizer).prompt_logprobs()) is not None:
+                usage["prompt_logprobs"] = [each and _scores_json(each) for each in scores]
             said |= {"end": request.finish_reason.value, "usage": usage}
         return said
+
+    @property
+    def prompt_end(self) -> str:
+        """Its last words, which may have opened the reasoning."""
+        prompt = self.request.tokens[: self.request.num_prompt]
+        return self.tokenizer.decode(prompt[-PROMPT_END:], skip_special=False)
+
+    def _num_reasoning(self) -> int:
+        tokens = self.request.output
+        said = tokens[:-1] if tokens and tokens[-1] in self.request.stop_ids else tokens
+        pieces = list(map(self.tokenizer.token_bytes, said))
+        return formats.Thoughts(*self.thoughts).num_tokens(pieces, self.prompt_end) if self.thoughts else 0
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _scores_json(scores: Logprobs) -> Any:
+    """As vLLM writes the log-probabilities of one of the prompt's tokens."""
+    shown = {token: each._asdict() for token, each in scores.items()}
+    return {token: each | {"logprob": max(each["logprob"], LEAST_LOGPROB)} for token, each in shown.items()}
 
 
 def error_json(error: PacelineError) -> dict[str, str]:

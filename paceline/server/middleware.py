@@ -37,12 +37,8 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]  # the keys themselves are not kept
 
-    def allow(self, authorization: str | None) -> bool:
-        """Does the value of an Authorization header show one of the keys?"""
-        return self.find(authorization) is not None
-
     def find(self, authorization: str | None) -> int | None:
-        """The number of the key that it shows; without keys all are number 0."""
+        """The number of the key that the header's value shows; without keys all are number 0."""
         if not self._digests:
             return 0
         scheme, _, shown = (authorization or "").partition(" ")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.server.blocks import Block, Blocks, Conversation, Move
+from paceline.server.formats import Fields
 from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError
 from paceline.server.responses_types import Common, NamedTool, ResponseRequest
-from paceline.server.tools import Fields
-from paceline.server.translate import Writer
+from paceline.server.writer import Writer
 
 # What the chat underneath calls a field, and what it is called here.
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -141,6 +141,7 @@ class ResponseWriter:
 
     def _response(self, status: str, **more: Any) -> Fields:
         body, told = self.body, self.body.model_dump(exclude_none=True)
+        params = self.writer.job.parts[0]["params"]
         same = ("instructions", "max_output_tokens", "previous_response_id", "user", "metadata", "reasoning")
         return {
             "id": self.name,
@@ -155,8 +156,8 @@ class ResponseWriter:
             **{name: told.get(name) for name in same},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": body.store is not False,
-            "temperature": told.get("temperature", 1.0),
-            "top_p": told.get("top_p", 1.0),
+            "temperature": params.get("temperature", 1.0),
+            "top_p": params.get("top_p", 1.0),
             "text": {"format": told.get("text", {}).get("format", {"type": "text"})},
             "tool_choice": told.get("tool_choice", "auto"),
             "tools": [tool.model_dump() for tool in body.tools or ()],
@@ -167,7 +168,7 @@ class ResponseWriter:
 
     def _usage(self) -> Fields:
         usage = self.writer.call.usage()
-        reasoning = usage["completion_tokens_details"].get("reasoning_tokens", 0)
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

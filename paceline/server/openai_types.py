@@ -113,6 +113,9 @@ class Sampling(Body):
     logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     bad_words: list[str] | None = Field(None, max_length=128)
     allowed_token_ids: list[int] | None = Field(None, max_length=16_384)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Reads an answer piece by piece: what of it is reasoning, what is text, and what is a tool call.
 
 One machine reads every format of formats.py. It holds back only what may still become a tag or the head of a
-call; a call's name is said as soon as it is certain, and its arguments as they come, unchanged. Invariants:
+call; a call's name is said as soon as it is certain, and its arguments as they come. Invariants:
 pieces cut anywhere, joined, say what the whole says, since each decision follows from the text before it;
 what is no call is text, unchanged and in order; no answer is an error.
 """
@@ -12,13 +12,13 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from paceline.server.formats import HERMES, Format, Tools, calls_in
+from paceline.server.arguments import JsonPass, TaggedPass, first, num_begun
+from paceline.server.formats import ANALYSIS, HERMES, Fields, Format, Thoughts, Tools, calls_in
 
-Fields = dict[str, Any]  # of a JSON object
 Kind = Literal["content", "reasoning", "arguments"]
-MOST_FAILED = 64  # an answer with so many tags that are no calls is text: each costs a look at what follows
+MOST_FAILED = 64  # tags that are no calls, after which all is text: each costs a look at what follows
 # JSON that begins so is no call.
 _NO_CALL = re.compile(
     r'\s*+\[\s*+[^\s{]|\s*+(?:\[\s*+)?+\{\s*+(?:[^\s"]|"(?!(?:name|type|id|arguments|parameters)")[^"]*+")'
@@ -42,6 +42,12 @@ class Reading:
         calls = self.format.tokens if self.tools or self.format.is_channels else ()
         return [*calls, *(self.thinking or ())]
 
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """The tags by which the tokens of reasoning are counted."""
+        tags = self.thinking
+        return ANALYSIS if self.format.is_channels else Thoughts(tags[0], tags[1]) if tags else None
+
 
 @dataclass(slots=True)
 class Said:
@@ -64,7 +70,7 @@ class AnswerReader:
         self._is_cutting = False  # white space that comes next is no text
         self._is_enclosed = False  # the arguments that pass are inside an object
         self._is_listed = False  # further calls may follow without a tag
-        self._depth, self._is_quoted, self._is_escaped = 0, False, False  # in the JSON that passes
+        self._passing: JsonPass | TaggedPass  # the arguments that are being written
         tags = reading.thinking
         self._state = self._begin if reading.tools or tags else self._prose
         if tags and prompt_end.rstrip().endswith(tags[0]):
@@ -108,9 +114,9 @@ class AnswerReader:
             tags = tuple(self.reading.thinking or ())[1:]
         elif self.reading.tools:
             tags = written.opens
-        at, tag = _first(self._held, tags)
+        at, tag = first(self._held, tags)
         if not tag and not is_last:
-            at -= _num_begun(self._held, tags)
+            at -= num_begun(self._held, tags)
         self._say(self._kind, self._held[:at])
         self._held = self._held[at:]
         if tag in written.opens:
@@ -136,7 +142,10 @@ class AnswerReader:
             is_reasoning = head["channel"] == "analysis"
             self._enter("arguments" if name else "reasoning" if is_reasoning else "content", is_cutting=False)
         else:
-            self._is_enclosed, self._is_listed, self._state = "{" in head[0], True, self._arguments
+            is_tagged, self._state = head.lastgroup == "tagged", self._arguments
+            self._is_enclosed, self._is_listed = "{" in head[0], not is_tagged
+            tags = how.format.ends, how.format.opens
+            self._passing = TaggedPass(how.tools[name], *tags) if is_tagged else JsonPass()
         if name:
             self._open_call(name)
         return True
@@ -144,12 +153,12 @@ class AnswerReader:
     def _whole_call(self, inside: str, is_last: bool) -> bool:
         """What may be a call and begins in no usual way is judged when it is complete."""
         how, size, named = self.reading, len(self._opening), _NAME.match(inside)
-        at, end = _first(inside, how.format.ends if size else ())
+        at, end = first(inside, how.format.ends if size else ())
         is_known = named is None or named[1] in how.tools
         is_open = not (end or is_last or (not size and _NO_CALL.match(inside)))
         if is_open and is_known:
             return False
-        found = calls_in(inside[:at], how.tools, is_closed=bool(end))
+        found = calls_in(inside[:at], how.tools)
         if is_last and not found and is_known and (named or len(how.forced) == 1) and how.forced:
             found = [(named[1] if named else how.forced[0], "")]  # cut before its arguments
         if not found:
@@ -162,7 +171,7 @@ class AnswerReader:
         return True
 
     def _give_up(self, size: int) -> bool:
-        """So many characters were no call, but the model's words; what follows them is read as text is."""
+        """The first `size` characters were no call, but text; what follows them is read as text is."""
         self._enter("content", is_cutting=False)
         self._num_failed += 1
         if self._num_failed == MOST_FAILED:
@@ -172,23 +181,25 @@ class AnswerReader:
         return True
 
     def _arguments(self, is_last: bool) -> bool:
-        self._say("arguments", self._pass_json())
-        if not self._depth:
+        said, self._held = self._passing.take(self._held, is_last)
+        self._say("arguments", said)
+        if self._passing.is_over:
             self._state = self._tail if self._is_enclosed else self._between
-        return True
+        return self._passing.is_over
 
     def _tail(self, is_last: bool) -> bool:
-        """The rest of the object around the arguments."""
-        if not self._depth:
-            self._held = self._held.lstrip()
-            self._depth = int(self._held[:1] in (",", "}"))  # else it was never finished
-        if self._depth:
-            self._pass_json()
-        elif not self._held:
-            return False
-        if not self._depth:
+        """After the arguments: the rest of the object around them, unless it was never finished."""
+        self._held = self._held.lstrip()
+        if self._held:
+            self._passing = JsonPass(depth=1)
+            self._state = self._rest if self._held[0] in ",}" else self._between
+        return bool(self._held)
+
+    def _rest(self, is_last: bool) -> bool:
+        _, self._held = self._passing.take(self._held, is_last)
+        if self._passing.is_over:
             self._state = self._between
-        return True
+        return self._passing.is_over
 
     def _between(self, is_last: bool) -> bool:
         """After a call: its end tag, further calls of a list, or text."""
@@ -202,23 +213,6 @@ class AnswerReader:
             self._opening, self._state = "", self._call
         return True
 
-    def _pass_json(self) -> str:
-        """Take from what is held all that belongs to a JSON value; once it has ended its depth is 0."""
-        for at, character in enumerate(self._held, 1):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_quoted:
-                self._is_escaped, self._is_quoted = character == "\\", character != '"'
-            elif character == "<":  # a tag: the value was never finished
-                self._depth, at = 0, at - 1
-            else:
-                self._is_quoted = character == '"'
-                self._depth += (character in "{[") - (character in "}]")
-            if not self._depth:
-                break
-        passed, self._held = self._held[:at], self._held[at:]
-        return passed
-
     def _open_call(self, name: str) -> None:
         self.num_calls += 1
         token = secrets.token_hex(12)
@@ -229,7 +223,7 @@ class AnswerReader:
         """What is new of the present call."""
         index, calls = self.num_calls - 1, self._said.calls
         if self.reading.most_calls is not None and index >= self.reading.most_calls:
-            return {"function": {"arguments": ""}}  # read by nobody
+            return {"function": {"arguments": ""}}  # which is not read
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         return calls[-1]
@@ -239,16 +233,3 @@ class AnswerReader:
             self._piece()["function"]["arguments"] += text
         elif kind != "arguments":
             setattr(self._said, kind, getattr(self._said, kind) + text)
-
-
-def _first(text: str, tags: Sequence[str]) -> tuple[int, str]:
-    """Where the first of the tags stands, and which it is; the text's end and none if there is none."""
-    found = [(at, tag) for tag in tags if (at := text.find(tag)) >= 0]
-    return min(found, default=(len(text), ""))
-
-
-def _num_begun(text: str, tags: Sequence[str]) -> int:
-    """How many of the last characters may begin a tag."""
-    longest = max(map(len, tags), default=1) - 1
-    sizes = range(min(longest, len(text)), 0, -1)
-    return next((n for n in sizes if any(tag.startswith(text[-n:]) for tag in tags)), 0)

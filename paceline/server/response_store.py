@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 
+from paceline.server.formats import Fields
 from paceline.server.responses import ApiError
-from paceline.server.tools import Fields
 
 
 class ResponseStore:

@@ -77,7 +77,7 @@ def serve(config: ServerConfig) -> int:
 
 def _timed(kind: Any, seconds: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, but a connection on which no request begins in time is closed: uvicorn itself waits
-    for headers for ever, and whoever sends a byte now and then holds a connection."""
+    for headers for ever, and a client that sends a byte now and then holds a connection."""
 
     class Timed(kind):
         timer: asyncio.TimerHandle | None = None

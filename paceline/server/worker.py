@@ -36,7 +36,6 @@ from paceline.server.isolation import Isolation, unexpected
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[processes.Message]
-PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
 
@@ -157,14 +156,13 @@ class Worker:
         for index, request in enumerate(requests):
             self.isolation.add(request)
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
-            choice.has_details = bool(message.get("details"))
+            choice.has_details, choice.thoughts = bool(message.get("details")), message["thoughts"]
             if message.get("details") is True:
                 choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
             self._choices[request.id] = choice
         self._is_stale = True
-        first = requests[0]
+        first, end = requests[0], self._choices[requests[0].id].prompt_end
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
-        end = tokenizer.decode(first.tokens[: first.num_prompt][-PROMPT_END:], skip_special=False)
         return {"num_prompt": first.num_prompt, "echo": echo, "end": end}
 
     def _watch(self, event: watch.Begun | watch.Choice | watch.Coin | watch.Redraw | Verdict) -> None:

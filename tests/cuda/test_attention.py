@@ -1,4 +1,4 @@
-"""Paged tree attention against plain torch, and the bits of a row whoever shares its launch."""
+"""Paged tree attention against plain torch, and the bits of a row, which do not depend on the others of its launch."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_the_last_program_adds_splits_with_the_same_bits(
     monkeypatch.setattr(attention, "FEW_ROWS", tiling)
     apart = case.attend()
     monkeypatch.setattr(attention, "FEW_ROWS", tiling._replace(by_last=by_last))
-    monkeypatch.setattr(attention, "add_splits", None)  # nobody else adds them
+    monkeypatch.setattr(attention, "add_splits", None)  # nothing else adds them
     assert torch.equal(case._replace(counters=counters).attend(), apart)
     assert not counters.any(), "ready for the next launch"
 

@@ -155,7 +155,7 @@ def test_tokens_are_chosen_on_the_device(device: torch.device) -> None:
 
 
 def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
-    """Nobody here has seen it yet; in another order, and the second time in a bucket that is recorded
+    """It was not seen here before; in another order, and the second time in a bucket that is recorded
     first.
     """
     pair = Pair("llama", device, exact=True)

@@ -69,7 +69,7 @@ NUM_STATES = 96 if CONFIG.recurrent else 0
 
 
 class RandomCheckpoint:
-    """A model nobody trained: every weight random, from a seed."""
+    """An untrained model: every weight random, from a seed."""
 
     name = "random"
     path = Path()
@@ -155,7 +155,7 @@ class Untimed(AutoPolicy):
 
 
 def engine_with(
-    proposer: Drafter | dict[str, Any] | None,
+    drafter: Drafter | dict[str, Any] | None,
     num_blocks: int = 64,
     target_dtype: str = DTYPE,
     is_auto: bool = False,
@@ -167,25 +167,25 @@ def engine_with(
     on believing so."""
     target = executor(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
-    if isinstance(proposer, dict):
+    if isinstance(drafter, dict):
         numbers = itertools.count()  # a cache of its own for each
-        kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
+        kind, config = registry.parse({"num_speculative_tokens": num_draft, **drafter})
 
         def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, LocalExecutor]:
             seed = int(source) if isinstance(source, str) else 0
             return source, None, executor(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
 
-        proposer = registry.create(kind, config, DrafterContext(target, TARGET, None, load))
+        drafter = registry.create(kind, config, DrafterContext(target, TARGET, None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
-    config_of_engine = EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits)
+    config_of_engine = EngineConfig(num_speculative_tokens=num_draft if drafter else 0, **limits)
     policy = None
-    if is_auto and proposer is not None:
+    if is_auto and drafter is not None:
         has_trees = target.decoder.checks_trees
-        drafters = proposer.members
+        drafters = drafter.members
         known = {drafter.name: (1e-6, ()) for drafter in drafters}  # nor does drafting
         policy_kind = AutoPolicy if is_timed else Untimed
         policy = policy_kind(drafters, CostTable({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
-    return Engine(target, proposer, config_of_engine, policy)
+    return Engine(target, drafter, config_of_engine, policy)
 
 
 _numbers = itertools.count()

@@ -28,7 +28,7 @@ Table = Callable[[Sequence[int]], np.ndarray]
 
 
 class TableDecoder:
-    """`exits`: what it says when it is stopped after so many layers."""
+    """`exits`: what it says when it is stopped after that many layers."""
 
     num_bytes = 0
     is_exact = checks_trees = True

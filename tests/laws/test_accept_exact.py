@@ -141,7 +141,7 @@ def fixed_tree(request: Request, noise: Noise) -> Draft:
 
 
 def fixed_branch_on_sampled_chain(request: Request, noise: Noise) -> Draft:
-    """Mixed sources: a sampled child at the root, then candidates nobody sampled."""
+    """Mixed sources: a sampled child at the root, then candidates that were not sampled."""
     sampled = sampled_chain(request, noise, 1)
     return Draft(Tree((*sampled.tree.tokens, 0, 3), (-1, 0, 1, 1)), "mixed", sampled.q)
 

@@ -94,9 +94,9 @@ class Counting:
 
 
 def on_device(
-    proposer: Drafter | None = None, break_at: int = -1, **limits: Any
+    drafter: Drafter | None = None, break_at: int = -1, **limits: Any
 ) -> tuple[Engine, Device | Counting]:
-    engine = engine_with(proposer, **limits)
+    engine = engine_with(drafter, **limits)
     decoder = engine.executor.decoder
     device = Counting(decoder) if DEVICE.type == "cuda" else Device(decoder, break_at)
     return ahead(engine, device), device

@@ -111,8 +111,12 @@ def thinking_server(thinking_folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def harmony_server(thinking_folder: Path) -> Iterator[Server]:
-    """The same model, read as gpt-oss is."""
-    server = start_server(str(thinking_folder), "--served-model-name", "tiny", "--tool-call-parser", "openai")
+def harmony_server(thinking_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same model, read as gpt-oss is, with defaults of sampling: a file's, and one put over them."""
+    folder = tmp_path_factory.mktemp("defaults")
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 1, "max_length": 9}')
+    defaults = ("--generation-config", str(folder), "--override-generation-config", '{"top_p": 0.25}')
+    flags = ("--tool-call-parser", "openai", *defaults)
+    server = start_server(str(thinking_folder), "--served-model-name", "tiny", *flags)
     yield server
     server.kill()

@@ -87,7 +87,7 @@ class Server:
         return self.figures_when(lambda now: not any(now[f"paceline:{name}"] for name in busy), "all to end")
 
     def wait_until_taken(self, count: int) -> None:
-        """Until so many answers run or wait in the engine."""
+        """Until `count` answers run or wait in the engine."""
         names = ("num_requests_running", "num_requests_waiting")
         self.figures_when(
             lambda now: sum(now[f"paceline:{name}"] for name in names) >= count, f"{count} requests at once"

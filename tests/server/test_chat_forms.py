@@ -4,6 +4,7 @@ cut or limited, reasoning, channels. All ways of asking say the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from typing import Any
@@ -211,6 +212,12 @@ def test_reasoning_that_the_template_opens_is_told_apart(thinking_server: Server
         thinking_server, max_tokens=24, extra_body={"ignore_eos": True}
     )
     assert (content, calls, reason) == ("", [], "length")
+    answer = thinking_server.client.chat.completions.create(
+        **ASK, max_tokens=24, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 24
     prompt = tokens(thinking_server, ASK["messages"][0])
     raw = thinking_server.client.completions.create(
         model="tiny", prompt=prompt, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
@@ -253,6 +260,61 @@ def test_a_thought_and_a_call_in_the_models_own_words(thinking_server: Server) -
     options: Any = {"tools": TOOLS, "max_tokens": 200, "extra_body": {"guided_choice": [said]}}
     arguments = CALL[CALL.index('{"rider') : -1]
     assert every_way(thinking_server, **options) == ("Well. ", "Hm.", [("pull", arguments)], "tool_calls")
+    counted = {"logprobs": True, "stream_options": {"include_usage": True}}
+    *_, last = chunks = list(
+        thinking_server.client.chat.completions.create(**ASK, **options, **counted, stream=True)
+    )
+    entries = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content or ()
+    ]
+    ends = list(itertools.accumulate(len(entry.token) for entry in entries))
+    whole_one = thinking_server.client.chat.completions.create(**ASK, **options)
+    for usage in (last.usage, whole_one.usage):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == sum(end <= len("Hm.") for end in ends) > 0
+
+
+def test_what_is_not_asked_for_is_as_the_model_has_it(harmony_server: Server) -> None:
+    """The server was started with defaults: almost greedy."""
+    ask = {name: value for name, value in ASK.items() if name != "temperature"}
+    answers = [
+        harmony_server.client.chat.completions.create(**ask, max_tokens=12, **more).choices[0]
+        for more in ({}, {"temperature": 0})
+    ]
+    assert answers[0].message == answers[1].message
+    response = harmony_server.client.responses.create(model="tiny", input="Hi", max_output_tokens=4)
+    assert (response.temperature, response.top_p) == (0.5, 0.25)
+
+
+def test_log_probabilities_of_the_prompt(tiny_server: Server) -> None:
+    """Those of a continuation are the ones it had when it was written."""
+    prompt = tokens(tiny_server, ASK["messages"][0])
+    common: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+    shown = {"speculative": {"details": "drafts"}, "ignore_eos": True}
+    wrote: Any = tiny_server.client.completions.create(
+        **common, prompt=prompt, logprobs=0, extra_body=shown
+    ).choices[0]
+    ids = [token["id"] for token in wrote.speculative["tokens"]]
+    asked: Any = {"prompt_logprobs": 1}
+    several: Any = tiny_server.client.completions.create(
+        **common, prompt=[prompt, prompt + ids], n=2, extra_body=asked
+    )
+    assert [len(choice.prompt_logprobs) - len(prompt) for choice in several.choices] == [0, 0, 6, 6]
+    first, *_ = scores = several.choices[2].prompt_logprobs
+    assert first is None
+    for token, logprob, entry in zip(ids, wrote.logprobs.token_logprobs, scores[-6:], strict=True):
+        assert entry[str(token)]["logprob"] == logprob
+        assert entry[str(token)]["rank"] == 1
+        assert entry[str(token)]["decoded_token"]
+    chat: Any = tiny_server.client.chat.completions.create(**ASK, max_tokens=1, extra_body=asked)
+    assert chat.prompt_logprobs == several.choices[0].prompt_logprobs
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs comes with a whole answer only"):
+        tiny_server.client.chat.completions.create(**ASK, stream=True, extra_body=asked)
 
 
 def test_channels(harmony_server: Server) -> None:
@@ -265,6 +327,11 @@ def test_channels(harmony_server: Server) -> None:
         model="tiny", prompt="Hi", max_tokens=120, extra_body={"guided_grammar": final}
     )
     assert raw.choices[0].text == "analysisHm.assistantfinalAda."
+    shown = {"guided_grammar": final, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+    raw = harmony_server.client.completions.create(
+        model="tiny", prompt="Hi", max_tokens=120, extra_body=shown
+    )
+    assert raw.choices[0].text.startswith("<|channel|>analysis<|message|>Hm.<|end|>")
     arguments = '{"rider": "Bo", "fast": true}'
     to = f'<|channel|> "commentary to=functions.pull " <|constrain|> "json" <|message|> {json.dumps(arguments)}'
     options |= {"tools": TOOLS, "extra_body": {"guided_grammar": f"start: {thought} {to}"}}

@@ -40,6 +40,7 @@ def test_every_setting_can_be_a_variable() -> None:
             "log_level": "debug",
             "tool_call_parser": "mistral",
             "speculative_config": '{"method": "suffix"}',
+            "override_generation_config": '{"top_k": 5}',
             "max_choices": "9",
         }
         text = {**special, "max_num_seqs": "128"}.get(setting.name)  # no more than max_num_batched_tokens

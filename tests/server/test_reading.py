@@ -62,7 +62,65 @@ CASES: dict[str, Case] = {
     ),
     "qwen3-coder, bare": ("qwen3_coder", f"Ok {CODER}\n\nSo", "Ok So", "", [("weather", TYPED)]),
     "qwen3-coder, json": ("qwen3_coder", f"<tool_call>{CALL}</tool_call>, so", ", so", "", ONE),
+    "qwen3-coder, a text": (
+        "qwen3_coder",
+        '<function=weather>\n<parameter=city>\n\na "<b>"\n</p>\\\n\n</parameter>\n</function>',
+        "",
+        "",
+        [("weather", '{"city": "\\na \\"<b>\\"\\n</p>\\\\\\n"}')],
+    ),
+    "qwen3-coder, values": (
+        "qwen3_coder",
+        "<function=weather><parameter=days>\n[1, NaN]\n</parameter><parameter=city></parameter><parameter=days>{}</parameter></function>",
+        "",
+        "",
+        [("weather", '{"days": "[1, NaN]", "city": "", "days": {}}')],
+    ),
+    "qwen3-coder, left open": (
+        "qwen3_coder",
+        "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call> So",
+        "So",
+        "",
+        [("weather", '{"city": "Paris", "days": 3}')],
+    ),
+    "qwen3-coder, two": (
+        "qwen3_coder",
+        f"<tool_call>{CODER}</tool_call>\n<tool_call><function=rest></function></tool_call>",
+        "",
+        "",
+        [("weather", TYPED), ("rest", "{}")],
+    ),
+    "qwen3-coder, no key": (
+        "qwen3_coder",
+        "<function=rest>\n<parameter=a\n<parameter=b>c</parameter></function>",
+        "",
+        "",
+        [("rest", '{"b": "c"}')],
+    ),
+    "qwen3-coder, cut": ("qwen3_coder", CODER[:38], "", "", [("weather", '{"city": "12')]),
+    "qwen3-coder, no tool": ("qwen3_coder", "<function=fly></function>", "<function=fly></function>", "", []),
     "glm": ("glm45", f"<tool_call>{GLM}</tool_call>", "", "", [("weather", TYPED)]),
+    "glm, two": (
+        "glm45",
+        f"<tool_call>{GLM}<tool_call>rest\n</tool_call>",
+        "",
+        "",
+        [("weather", TYPED), ("rest", "{}")],
+    ),
+    "glm, a text": (
+        "glm45",
+        "<tool_call>rest<arg_key>a</arg_key><arg_value>\n<b>é\n</arg_value></tool_call>",
+        "",
+        "",
+        [("rest", '{"a": "\\n<b>é\\n"}')],
+    ),
+    "glm, no value": (
+        "glm45",
+        "<tool_call>rest<arg_key>a</arg_key>1</tool_call> So",
+        "So",
+        "",
+        [("rest", "{}")],
+    ),
     "llama": ("llama3_json", LLAMA, "", "", ONE),
     "llama, tagged": ("llama3_json", f"<|python_tag|>{LLAMA}", "", "", ONE),
     "llama, several": ("llama3_json", f"<|python_tag|>{LLAMA}; {REST}", "", "", TWO),
@@ -165,6 +223,18 @@ def test_answers_are_read_however_they_are_cut(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_tokens_of_reasoning_are_those_whose_text_it_is(case: str) -> None:
+    name, text, _, reasoning, _ = CASES[case]
+    thoughts, is_line = reading_of(name).thoughts, text.startswith("<think>\n")  # which is not shown
+    assert thoughts is not None
+    assert thoughts.num_tokens([character.encode() for character in text], "") == len(reasoning) + is_line
+    pieces = [text[at : at + 3].encode() for at in range(0, len(text), 3)]
+    assert abs(3 * thoughts.num_tokens(pieces, "") - len(reasoning) - is_line) < 3
+    if text.startswith("<think>"):
+        assert thoughts.num_tokens([text[7:].encode()], "<think>\n") == (reasoning == text[7:])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_answers_cut_short_are_no_error_and_read_alike(case: str) -> None:
     name, text, *_ = CASES[case]
     for end in range(len(text)):
@@ -176,6 +246,7 @@ def test_answers_cut_short_are_no_error_and_read_alike(case: str) -> None:
 
 FRAGMENTS = st.sampled_from(
     [*{token for each in FORMATS.values() for token in each.tokens}, *THINKING, CALL, REST, CODER, GLM, ARGUMENTS]
+    + ["<parameter=city>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "weather>"]
     + ["weather", "assistant", "analysis", " to=functions.rest", "{", "}", "[", "]", ",", ";", '"', "\\", "\n", " ", "a<"]
 )  # fmt: skip
 
@@ -212,6 +283,19 @@ def test_names_and_arguments_are_said_as_they_come() -> None:
     assert [other["arguments"] for other in others] == list(ARGUMENTS[1:])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("qwen3_coder", CODER), ("glm45", f"<tool_call>{GLM}</tool_call>")]
+)
+def test_arguments_in_tags_are_said_as_they_come(name: str, text: str) -> None:
+    """A text by its characters, a number when it is complete."""
+    reader, pieces = AnswerReader(reading_of(name)), list[dict[str, Any]]()
+    for character in text:
+        pieces += reader.read(character).calls
+    said = [piece["function"] for piece in pieces]
+    assert said[0] == {"name": "weather", "arguments": ""}
+    assert [each["arguments"] for each in said[1:]] == ['{"city": "', "1", "2", '"', ', "days": ', "3", "}"]
+
+
 def test_reasoning_that_the_template_has_opened() -> None:
     reading = reading_of("hermes")
     assert read(list("\nHm</think>\n\nSun"), reading, "assistant\n<think>\n") == ("Sun", "Hm", [])
@@ -227,7 +311,7 @@ def test_a_forced_call_that_is_cut_is_a_call() -> None:
     assert read([CALL[:12]], any_of) == (CALL[:12], "", [])
 
 
-def test_at_most_so_many_calls() -> None:
+def test_no_more_calls_than_asked_for() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{REST}</tool_call>"
     assert read(list(text), reading_of("hermes", most_calls=1)) == ("", "", ONE)
 
@@ -266,6 +350,8 @@ def test_reading_takes_linear_time(name: str) -> None:
         "{" * 50_000,
         f"{opening}<parameter=a>" * 5_000,
         "<" * 50_000,
+        "weather>" + "<parameter=a></parameter>" * 5_000,
+        "weather" + "<arg_key>a</arg_key><arg_value></arg_value>" * 5_000,
     ):
         for ending in ("", "x</tool_call>"):
             read([text + ending], reading_of(name))

@@ -30,6 +30,7 @@ def test_reasoning_is_an_item_and_is_sent_back(thinking_server: Server) -> None:
         assert [part.text for part in thought.content] == ["Hm."]  # type: ignore[union-attr]
         assert response.output_text.strip() == "Well."
         assert call.arguments == '{"rider": "Bo", "fast": true}'  # type: ignore[union-attr]
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens <= len("Hm.")
     events = [
         e.type for e in client.responses.create(**common, input="Who pulls?", extra_body=EXTRA, stream=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.content import for_plain_template
-from paceline.server.tools import forced_schema
+from paceline.server.formats import forced_schema
 
 
 def test_a_plain_template_is_told_of_tools_in_words() -> None:

@@ -69,7 +69,7 @@ export async function getJson(path) {
   return (await ask(path)).json();
 }
 
-/** {status, isReady}: what /ready says, whatever its HTTP status; null when nobody answers. */
+/** {status, isReady}: what /ready says, whatever its HTTP status; null when there is no answer. */
 export async function readiness() {
   try {
     const response = await fetch("/ready", { cache: "no-store" });

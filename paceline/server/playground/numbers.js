@@ -30,7 +30,7 @@ export class Tally {
     }
   }
 
-  /** As it was after so many passes. */
+  /** As it was after a number of passes. */
   after(passes) {
     const part = new Tally();
     for (const step of this.steps.slice(0, passes)) part._addStep(step);

@@ -145,7 +145,7 @@ class Lane {
     this.showAll();
   }
 
-  /** As it was so many seconds after the first token. */
+  /** As it was some seconds after the first token. */
   showAt(now) {
     let count = this.times.findIndex((time) => time > now);
     if (count < 0) return this.showAll();
