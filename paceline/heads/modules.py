@@ -40,7 +40,7 @@ class HeadModule(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, sizes = config, (config.hidden_size, config.draft_vocab_size)
-        self.lm_head: Any = Linear.empty(*sizes) if config.has_lm_head else None
+        self.lm_head: Any = Linear(*sizes) if config.has_lm_head else None
 
 
 class ChainModule(HeadModule):
@@ -63,7 +63,7 @@ class Eagle(ChainModule):
     def __init__(self, config: configs.EagleConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc = Linear.empty(len(config.taps) * d, d)
+        self.fc = Linear(len(config.taps) * d, d)
         self.midlayer: Any = Layer(sizes_of(config), 2 * d)
         self.midlayer.hidden_norm = Norm(d, config.rms_eps)
         self.norm = Norm(d, config.rms_eps)
@@ -90,7 +90,7 @@ class Eagle1(ChainModule):
 
     def __init__(self, config: configs.Eagle1Config) -> None:
         super().__init__(config)
-        self.fc = Linear.empty(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
         self.midlayer = Layer(sizes_of(config))
         self.midlayer.input_layernorm = nn.Identity()
 
@@ -104,7 +104,7 @@ class Mtp(ChainModule):
     def __init__(self, config: configs.MtpConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(sizes_of(config))
+        self.fc, self.midlayer = Linear(2 * d, d), Layer(sizes_of(config))
         self.embed_norm, self.hidden_norm, self.norm = (Norm(d, config.rms_eps) for _ in range(3))
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
@@ -139,12 +139,12 @@ class Dflash(HeadModule):
         super().__init__(config)
         d = config.hidden_size
         self.num_layers = config.num_layers
-        self.fc = Linear.empty(len(config.taps) * d, d)
+        self.fc = Linear(len(config.taps) * d, d)
         self.hidden_norm, self.norm = Norm(d, config.rms_eps), Norm(d, config.rms_eps)
         self.layers = nn.ModuleList(Layer(sizes_of(config)) for _ in range(config.num_layers))
         if config.markov_rank:  # rows of the first are draft ids, the last stands for any other token
-            self.markov_w1 = Linear.empty(config.markov_rank, config.draft_vocab_size + 1)
-            self.markov_w2 = Linear.empty(config.markov_rank, config.draft_vocab_size)
+            self.markov_w1 = Linear(config.markov_rank, config.draft_vocab_size + 1)
+            self.markov_w2 = Linear(config.markov_rank, config.draft_vocab_size)
 
     def keys_values(self, features: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         """Of the context, layer by layer: features [..., taps * hidden] -> [..., kv_heads, dim] each."""
@@ -165,10 +165,10 @@ class Medusa(HeadModule):
         d, count = config.hidden_size, config.num_heads_ahead
         self.blocks = nn.ModuleList(nn.Module() for _ in range(count))
         for block in self.blocks:
-            block.layers = nn.ModuleList(Linear.empty(d, d, has_bias=True) for _ in range(config.num_blocks))
+            block.layers = nn.ModuleList(Linear(d, d, has_bias=True) for _ in range(config.num_blocks))
         self.trunk = None if config.trunk is None else Eagle(config.trunk)
         if isinstance(config, configs.SeparateMedusaConfig):
-            self.lm_heads = nn.ModuleList(Linear.empty(d, config.draft_vocab_size) for _ in range(count))
+            self.lm_heads = nn.ModuleList(Linear(d, config.draft_vocab_size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] after the target's last norm, or the trunk's -> [heads, ..., hidden]."""
@@ -204,9 +204,9 @@ class MlpSpeculator(HeadModule):
         inner, vocab, steps = config.inner_dim, config.vocab_size, config.num_predict
         shared = 1 if config.is_tied else steps
         widths = [config.hidden_size, *[inner] * (steps - 1)][: 2 if config.is_tied else steps]
-        self.emb = nn.ModuleList(Linear.empty(inner, vocab) for _ in range(shared))
-        self.proj = nn.ModuleList(Linear.empty(width, inner) for width in widths)
-        self.head = nn.ModuleList(Linear.empty(inner, vocab) for _ in range(shared))
+        self.emb = nn.ModuleList(Linear(inner, vocab) for _ in range(shared))
+        self.proj = nn.ModuleList(Linear(width, inner) for width in widths)
+        self.head = nn.ModuleList(Linear(inner, vocab) for _ in range(shared))
         self.ln = nn.ModuleList(ShiftedNorm(inner, config.rms_eps) for _ in range(shared))
         self.kept = 0.5 ** (0.5 / steps)  # of the state
         self.taken = ((1 - self.kept**2) * inner / 2) ** 0.5  # of the token

@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         sizes = sizes_of(config, bits)
-        vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
+        vocabulary = partial(Linear, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
             self.layers = nn.ModuleList(self._layer(i, sizes) for i in range(config.num_layers))
             self.embed_tokens = vocabulary()

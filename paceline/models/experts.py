@@ -6,7 +6,7 @@ Routers multiply in float32 whatever the type of the weights, since a near tie c
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,9 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden, self.inner, self.activation = sizes.hidden, config.inner, sizes.activation
         count, hidden, inner = config.count, sizes.hidden, config.inner
-        own: dict[str, Any] = {"bits": sizes.bits, "has_bias": config.has_bias}
-        self.gate_proj = Linear.empty(hidden, count * inner, **own)
-        self.up_proj = Linear.empty(hidden, count * inner, **own)
-        self.down_proj = Linear.empty(inner, count * hidden, **own)
+        linear = partial(Linear, has_bias=config.has_bias, bits=sizes.bits)
+        self.gate_proj, self.up_proj = linear(hidden, count * inner), linear(hidden, count * inner)
+        self.down_proj = linear(inner, count * hidden)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """What one expert makes of x [n, hidden]."""
@@ -81,7 +80,7 @@ class ExpertFfn(nn.Module):
         self.experts = Experts(sizes, config)
         shared = sizes._replace(inner=config.shared_inner)
         self.shared_expert = DenseFfn(shared) if config.shared_inner else None
-        self.shared_expert_gate = Linear.empty(sizes.hidden, 1) if config.has_shared_gate else None
+        self.shared_expert_gate = Linear(sizes.hidden, 1) if config.has_shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         rows = x.flatten(0, -2)

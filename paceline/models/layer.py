@@ -66,20 +66,13 @@ def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
 
 class Linear(nn.Module):
     """y = x Wᵀ + b; a tied output layer is also the embedding table. With fewer than 32 bits weights and
-    activations are rounded as the CPU kernels do, then multiplied in float32."""
+    activations are rounded as the CPU kernels do, then multiplied in float32. Made without numbers."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int = 32) -> None:
+    def __init__(self, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> None:
         super().__init__()
         self.bits = bits
-        self.weight = nn.Parameter(self.rounded(weight), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    @classmethod
-    def empty(cls, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> Linear:
-        """[out, width] without numbers yet."""
-        linear = cls(torch.empty(out, width), torch.empty(out) if has_bias else None)
-        linear.bits = bits
-        return linear
+        self.weight = nn.Parameter(torch.empty(out, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out), requires_grad=False) if has_bias else None
 
     def rounded(self, weight: Tensor) -> Tensor:
         """The weight as this layer multiplies with it."""
@@ -114,20 +107,15 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: Sizes, width: int) -> None:
         super().__init__()
-        self.dim = sizes.dim
-
-        def projection(heads: int) -> Linear:
-            return Linear.empty(width, heads * sizes.dim, has_bias=sizes.has_bias, bits=sizes.bits)
-
-        self.is_gated = sizes.is_gated
-        self.q_proj = projection(sizes.heads * (2 if sizes.is_gated else 1))
-        self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
+        self.dim, self.is_gated = sizes.dim, sizes.is_gated
+        linear = partial(Linear, width, has_bias=sizes.has_bias, bits=sizes.bits)
+        self.q_proj = linear(sizes.heads * sizes.dim * (2 if sizes.is_gated else 1))
+        self.k_proj, self.v_proj = (linear(sizes.kv_heads * sizes.dim) for _ in range(2))
         out = sizes.heads * sizes.dim
-        self.o_proj = Linear.empty(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
-        counts = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
-        self.q_norm, self.k_norm = (
-            Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in counts
-        )
+        self.o_proj = Linear(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
+        normed = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
+        norms = [Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in normed]
+        self.q_norm, self.k_norm = norms
         self.sinks = nn.Parameter(torch.empty(sizes.heads), False) if sizes.has_sinks else None
 
     def queries(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor | None]:
@@ -157,10 +145,10 @@ class Attention(nn.Module):
 class DenseFfn(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.activation, has_bias = sizes.activation, sizes.has_ffn_bias
-        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
-        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
-        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, has_bias=has_bias, bits=sizes.bits)
+        self.activation = sizes.activation
+        linear = partial(Linear, has_bias=sizes.has_ffn_bias, bits=sizes.bits)
+        self.gate_proj, self.up_proj = linear(sizes.hidden, sizes.inner), linear(sizes.hidden, sizes.inner)
+        self.down_proj = linear(sizes.inner, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), self.activation))
