@@ -63,6 +63,8 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         parts = [self._read(part).to(torch.float32) for part in self._places[name].parts(rows)]
+        if not parts:  # no rows are asked for
+            return self.tensor(name, slice(1))[:0]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         is_offset = self.config.family in OFFSET and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight

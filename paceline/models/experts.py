@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.config import ExpertsConfig
-from paceline.models.layer import DenseFfn, Linear, Sizes, gate
+from paceline.models.config import ExpertsConfig, ModelConfig
+from paceline.models.layer import DenseFfn, Linear, gate
 
 TINY = 1e-20  # shares that are all zero are divided by this
 
@@ -58,11 +58,11 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer, one below the other in each matrix."""
 
-    def __init__(self, sizes: Sizes, config: ExpertsConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, bits: int) -> None:
         super().__init__()
-        self.hidden, self.inner, self.activation = sizes.hidden, config.inner, sizes.activation
-        count, hidden, inner = config.count, sizes.hidden, config.inner
-        linear = partial(Linear, has_bias=config.has_bias, bits=sizes.bits)
+        self.hidden, self.inner, self.activation = config.hidden_size, experts.inner, config.activation
+        count, hidden, inner = experts.count, config.hidden_size, experts.inner
+        linear = partial(Linear, has_bias=experts.has_bias, bits=bits)
         self.gate_proj, self.up_proj = linear(hidden, count * inner), linear(hidden, count * inner)
         self.down_proj = linear(inner, count * hidden)
 
@@ -74,13 +74,13 @@ class Experts(nn.Module):
 
 
 class ExpertFfn(nn.Module):
-    def __init__(self, sizes: Sizes, config: ExpertsConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, bits: int) -> None:
         super().__init__()
-        self.gate = Router(config, sizes.hidden)
-        self.experts = Experts(sizes, config)
-        shared = sizes._replace(inner=config.shared_inner)
-        self.shared_expert = DenseFfn(shared) if config.shared_inner else None
-        self.shared_expert_gate = Linear(sizes.hidden, 1) if config.has_shared_gate else None
+        self.gate = Router(experts, config.hidden_size)
+        self.experts = Experts(config, experts, bits)
+        shared = experts.shared_inner
+        self.shared_expert = DenseFfn(config, shared, bits) if shared else None
+        self.shared_expert_gate = Linear(config.hidden_size, 1) if experts.has_shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         rows = x.flatten(0, -2)
