@@ -9,7 +9,7 @@ has exactly the names and shapes of the head's file; the draft ids, which are no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,12 @@ Tensors = Mapping[str, Tensor]
 
 def layer_config(config: configs.LayeredConfig) -> ModelConfig:
     """What one of its layers is made by."""
-    names = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps",
-        "rope", "qk_norm",
-    )  # fmt: skip
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
+    names = [each.name for each in fields(ModelConfig) if hasattr(config, each.name)]
+    shared = {name: getattr(config, name) for name in names}
+    values: dict[str, Any] = {"family": "llama", "num_layers": 1, "max_context": 0} | shared
     if isinstance(config, configs.MtpConfig):
-        sizes |= {"qkv_bias": config.has_bias, "gated_attention": config.is_gated}
-    return ModelConfig(family="llama", num_layers=1, max_context=0, **sizes)
+        values |= {"qkv_bias": config.has_bias, "gated_attention": config.is_gated}
+    return ModelConfig(**values)
 
 
 class HeadModule(nn.Module):
@@ -43,7 +41,7 @@ class HeadModule(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, sizes = config, (config.hidden_size, config.draft_vocab_size)
-        self.lm_head: Any = Linear(*sizes) if config.has_lm_head else None
+        self.lm_head: Any = Linear.empty(*sizes) if config.has_lm_head else None
 
 
 class ChainModule(HeadModule):
@@ -66,7 +64,7 @@ class Eagle(ChainModule):
     def __init__(self, config: configs.EagleConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc = Linear(len(config.taps) * d, d)
+        self.fc = Linear.empty(len(config.taps) * d, d)
         self.midlayer: Any = Layer(layer_config(config), width=2 * d)
         self.midlayer.hidden_norm = Norm(d, config.rms_eps)
         self.norm = Norm(d, config.rms_eps)
@@ -93,7 +91,7 @@ class Eagle1(ChainModule):
 
     def __init__(self, config: configs.Eagle1Config) -> None:
         super().__init__(config)
-        self.fc = Linear(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
+        self.fc = Linear.empty(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
         self.midlayer = Layer(layer_config(config))
         self.midlayer.input_layernorm = nn.Identity()
 
@@ -107,7 +105,7 @@ class Mtp(ChainModule):
     def __init__(self, config: configs.MtpConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc, self.midlayer = Linear(2 * d, d), Layer(layer_config(config))
+        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(layer_config(config))
         self.embed_norm, self.hidden_norm, self.norm = (Norm(d, config.rms_eps) for _ in range(3))
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
@@ -142,12 +140,12 @@ class Dflash(HeadModule):
         super().__init__(config)
         d = config.hidden_size
         self.num_layers = config.num_layers
-        self.fc = Linear(len(config.taps) * d, d)
+        self.fc = Linear.empty(len(config.taps) * d, d)
         self.hidden_norm, self.norm = Norm(d, config.rms_eps), Norm(d, config.rms_eps)
         self.layers = nn.ModuleList(Layer(layer_config(config)) for _ in range(config.num_layers))
         if config.markov_rank:  # rows of the first are draft ids, the last stands for any other token
-            self.markov_w1 = Linear(config.markov_rank, config.draft_vocab_size + 1)
-            self.markov_w2 = Linear(config.markov_rank, config.draft_vocab_size)
+            self.markov_w1 = Linear.empty(config.markov_rank, config.draft_vocab_size + 1)
+            self.markov_w2 = Linear.empty(config.markov_rank, config.draft_vocab_size)
 
     def keys_values(self, features: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         """Of the context, layer by layer: features [..., taps * hidden] -> [..., kv_heads, dim] each."""
@@ -168,10 +166,10 @@ class Medusa(HeadModule):
         d, count = config.hidden_size, config.num_heads_ahead
         self.blocks = nn.ModuleList(nn.Module() for _ in range(count))
         for block in self.blocks:
-            block.layers = nn.ModuleList(Linear(d, d, has_bias=True) for _ in range(config.num_blocks))
+            block.layers = nn.ModuleList(Linear.empty(d, d, has_bias=True) for _ in range(config.num_blocks))
         self.trunk = None if config.trunk is None else Eagle(config.trunk)
         if isinstance(config, configs.SeparateMedusaConfig):
-            self.lm_heads = nn.ModuleList(Linear(d, config.draft_vocab_size) for _ in range(count))
+            self.lm_heads = nn.ModuleList(Linear.empty(d, config.draft_vocab_size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] after the target's last norm, or the trunk's -> [heads, ..., hidden]."""
@@ -207,9 +205,9 @@ class MlpSpeculator(HeadModule):
         inner, vocab, steps = config.inner_dim, config.vocab_size, config.num_predict
         shared = 1 if config.is_tied else steps
         widths = [config.hidden_size, *[inner] * (steps - 1)][: 2 if config.is_tied else steps]
-        self.emb = nn.ModuleList(Linear(inner, vocab) for _ in range(shared))
-        self.proj = nn.ModuleList(Linear(width, inner) for width in widths)
-        self.head = nn.ModuleList(Linear(inner, vocab) for _ in range(shared))
+        self.emb = nn.ModuleList(Linear.empty(inner, vocab) for _ in range(shared))
+        self.proj = nn.ModuleList(Linear.empty(width, inner) for width in widths)
+        self.head = nn.ModuleList(Linear.empty(inner, vocab) for _ in range(shared))
         self.ln = nn.ModuleList(ShiftedNorm(inner, config.rms_eps) for _ in range(shared))
         self.kept = 0.5 ** (0.5 / steps)  # of the state
         self.taken = ((1 - self.kept**2) * inner / 2) ** 0.5  # of the token

@@ -39,7 +39,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device, bits: int = 32) -> None:
         super().__init__()
         self.config = config
-        vocabulary = partial(Linear, config.hidden_size, config.vocab_size, bits=head_bits(bits))
+        vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
             self.layers = nn.ModuleList(self._layer(i, bits) for i in range(config.num_layers))
             self.embed_tokens = vocabulary()

@@ -62,7 +62,7 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden, self.inner, self.activation = config.hidden_size, experts.inner, config.activation
         count, hidden, inner = experts.count, config.hidden_size, experts.inner
-        linear = partial(Linear, has_bias=experts.has_bias, bits=bits)
+        linear = partial(Linear.empty, has_bias=experts.has_bias, bits=bits)
         self.gate_proj, self.up_proj = linear(hidden, count * inner), linear(hidden, count * inner)
         self.down_proj = linear(inner, count * hidden)
 
@@ -80,7 +80,7 @@ class ExpertFfn(nn.Module):
         self.experts = Experts(config, experts, bits)
         shared = experts.shared_inner
         self.shared_expert = DenseFfn(config, shared, bits) if shared else None
-        self.shared_expert_gate = Linear(config.hidden_size, 1) if experts.has_shared_gate else None
+        self.shared_expert_gate = Linear.empty(config.hidden_size, 1) if experts.has_shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         rows = x.flatten(0, -2)

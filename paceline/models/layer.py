@@ -43,13 +43,20 @@ def gate(gates: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 class Linear(nn.Module):
     """y = x Wᵀ + b; a tied output layer is also the embedding table. With fewer than 32 bits weights and
-    activations are rounded as the CPU kernels do, then multiplied in float32. Made without numbers."""
+    activations are rounded as the CPU kernels do, then multiplied in float32."""
 
-    def __init__(self, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int = 32) -> None:
         super().__init__()
         self.bits = bits
-        self.weight = nn.Parameter(torch.empty(out, width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out), requires_grad=False) if has_bias else None
+        self.weight = nn.Parameter(self.rounded(weight), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def empty(cls, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> Linear:
+        """[out, width] without numbers yet."""
+        linear = cls(torch.empty(out, width), torch.empty(out) if has_bias else None)
+        linear.bits = bits
+        return linear
 
     def rounded(self, weight: Tensor) -> Tensor:
         """The weight as this layer multiplies with it."""
@@ -86,10 +93,10 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.is_gated = config.gated_attention
-        linear = partial(Linear, width, has_bias=config.qkv_bias, bits=bits)
+        linear = partial(Linear.empty, width, has_bias=config.qkv_bias, bits=bits)
         self.q_proj = linear(heads * self.dim * (2 if self.is_gated else 1))
         self.k_proj, self.v_proj = (linear(kv_heads * self.dim) for _ in range(2))
-        self.o_proj = Linear(heads * self.dim, config.hidden_size, has_bias=config.out_bias, bits=bits)
+        self.o_proj = Linear.empty(heads * self.dim, config.hidden_size, has_bias=config.out_bias, bits=bits)
         normed = (heads, kv_heads) if config.qk_norm_over_heads else (1, 1)
         norms = [Norm(count * self.dim, config.rms_eps) if config.qk_norm else None for count in normed]
         self.q_norm, self.k_norm = norms
@@ -123,7 +130,7 @@ class DenseFfn(nn.Module):
     def __init__(self, config: ModelConfig, inner: int, bits: int) -> None:
         super().__init__()
         self.activation, hidden = config.activation, config.hidden_size
-        linear = partial(Linear, has_bias=config.mlp_bias, bits=bits)
+        linear = partial(Linear.empty, has_bias=config.mlp_bias, bits=bits)
         self.gate_proj, self.up_proj = linear(hidden, inner), linear(hidden, inner)
         self.down_proj = linear(inner, hidden)
 

@@ -37,11 +37,11 @@ class GatedDeltaNet(nn.Module):
         self.config = config
         heads, width = config.value_heads, config.value_heads * config.value_dim
         sizes = (config.mixed_width, width, heads, heads)
-        parts = [Linear(hidden, size, bits=bits) for size in sizes]
+        parts = [Linear.empty(hidden, size, bits=bits) for size in sizes]
         self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = parts
         self.conv1d, self.norm = _Weights(config.mixed_width, 1, config.kernel), Norm(config.value_dim, eps)
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads)) for _ in range(2))
-        self.out_proj = Linear(width, hidden, bits=bits)
+        self.out_proj = Linear.empty(width, hidden, bits=bits)
 
     def forward(self, x: Tensor, batch: ColumnsOf[Tensor], cache: StateCache) -> Tensor:
         """x [T, hidden], normed -> [T, hidden]; leaves the states that the batch asks for."""
