@@ -118,8 +118,9 @@ def _read_awq(qweight: Part, scales: Part, zeros: Part, rows: slice) -> Tensor:
 def _awq_rows(words: Tensor, rows: slice) -> Tensor:
     """int32 [n, words] -> uint8 [rows, n]."""
     some_words, wanted = _words(rows, AWQ_BITS)
-    eights = unpack(words[:, some_words], AWQ_BITS).unflatten(1, (-1, len(AWQ_PLACES)))
-    return eights[..., AWQ_PLACES].flatten(1)[:, wanted].t()
+    turned = words[:, some_words].t().contiguous()
+    outputs = [((turned >> AWQ_BITS * place) & 15).to(torch.uint8) for place in AWQ_PLACES]
+    return torch.stack(outputs, 1).flatten(0, 1)[wanted]
 
 
 def open_packed(module: Module) -> Reader:
