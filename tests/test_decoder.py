@@ -21,7 +21,7 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.fields import ALL
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.models.layer import Layer, Sizes, rms_norm
+from paceline.models.layer import Layer, rms_norm
 from paceline.models.rope import Angles, frequencies
 from paceline.runtime.backend import backend_for
 from tests.make_models import FAMILIES, OTHER_FAMILIES, tiny_hf
@@ -339,8 +339,9 @@ def test_parameters_of_the_torch_model_are_the_tensors_of_its_file(family: str) 
 
 def test_another_module_can_follow_attention() -> None:
     """The seam for experts: here the ffn hands back what it is given."""
-    sizes = Sizes(hidden=8, inner=16, heads=2, kv_heads=1, dim=4, eps=1e-5)
-    layer, x = Layer(sizes, ffn=torch.nn.Identity()), torch.randn(3, 8)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    config = ModelConfig("llama", 32, num_layers=1, max_context=8, rms_eps=1e-5, rope=RopeConfig(), **sizes)
+    layer, x = Layer(config, ffn=torch.nn.Identity()), torch.randn(3, 8)
     assert not any("mlp" in name for name, _ in layer.named_parameters())
     for weight in (
         layer.self_attn.q_proj.weight,

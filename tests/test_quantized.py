@@ -25,7 +25,7 @@ from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.fields import Fields
 from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
-from paceline.loaders.quantized.mxfp4 import mxfp4_rows
+from paceline.loaders.quantized.fp4 import mxfp4_rows
 from paceline.loaders.safetensors import SafetensorsCheckpoint
 from paceline.loaders.stored import StoredTensor, tensors_of
 from paceline.models.decoder import Decoder

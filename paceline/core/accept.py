@@ -29,13 +29,9 @@ from paceline.core.watch import Begun, Choice, Coin, Event, Redraw, Rule, Watch
 
 
 def accept(
-    request: Request,
-    draft: Draft,
-    logits: torch.Tensor,
-    noise: Noise | None = None,
-    picked: Sequence[int] | None = None,
-    watch: Watch | None = None,
-) -> Verdict:
+    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None,
+    picked: Sequence[int] | None = None, watch: Watch | None = None,
+) -> Verdict:  # fmt: skip
     """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree;
     picked: the choices there, if a device has made them already (as sampling.pick_of asked), -1 for none;
     watch: is shown how the verdict comes about."""

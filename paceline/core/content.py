@@ -48,21 +48,20 @@ def text_of(content: Any) -> str:
 def plain_messages(messages: Any, keeps_parts: bool = False) -> list[dict[str, Any]]:
     """One conversation, ready for a template. keeps_parts: for one that goes through the parts itself."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    many = messages if is_list else [messages]
-    for message in many:
+    given = messages if is_list else [messages]
+    for message in given:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             example = [{"role": "user", "content": "Hello"}]
             raise RequestError(f"a message is {message!r:.60}; give a list of messages such as {example}")
     made = []
-    for message in many:
+    for message in given:
         known = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
         has_parts = keeps_parts and not isinstance(message.get("content"), str | None)
         known["content"] = message["content"] if has_parts else text_of(message.get("content"))
         if message.get("tool_calls"):
             calls = message["tool_calls"]
-            known["tool_calls"] = [
-                _plain_call(call) for call in (calls if isinstance(calls, list) else [calls])
-            ]
+            many = calls if isinstance(calls, list) else [calls]
+            known["tool_calls"] = [_plain_call(call) for call in many]
         made.append(known)
     return made
 

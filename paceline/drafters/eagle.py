@@ -115,9 +115,8 @@ class Mtp(Eagle):
 
     def _open(self, config: HeadDrafterConfig, context: DrafterContext) -> Head:
         if config.model:
-            raise ConfigError(
-                f"model is {config.model!r:.80}; mtp is in the target's own files, leave it out"
-            )
+            remedy = "mtp is in the target's own files, leave it out"
+            raise ConfigError(f"model is {config.model!r:.80}; {remedy}")
         return mtp_head(context.checkpoint)
 
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.tree import Tree
+from paceline.core.tree import Tree, join
 from paceline.core.types import Draft, Needs, Request, Seen
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, within
 
@@ -140,22 +140,13 @@ def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:
 def _tree_of(root: int, paths: Sequence[Path], budget: int, ends: frozenset[int]) -> Draft:
     """The draft of these paths, up to a token that ends the request. One that the budget does not hold is
     left out."""
-    tokens, parents, chances = [root], [-1], [1.0]
-    places: dict[tuple[int, int], int] = {}
-    for whole, chance in paths:
-        path = whole[: next((i + 1 for i, t in enumerate(whole) if t in ends), len(whole))]
-        node, depth = 0, 0
-        while depth < len(path) and (node, path[depth]) in places:
-            node = places[node, path[depth]]
-            depth += 1
+    cut = [(path[: next((i + 1 for i, t in enumerate(path) if t in ends), None)], c) for path, c in paths]
+    tokens, parents, places = join([Tree.chain(root, path) for path, _ in cut])
+    chances, kept = [0.0] * len(tokens), {0}
+    for nodes, (_, chance) in zip(places, cut, strict=True):
+        for depth, node in enumerate(nodes):
             chances[node] = max(chances[node], chance**depth)
-        if len(tokens) + len(path) - depth > budget + 1:
-            continue
-        for token in path[depth:]:
-            depth += 1
-            places[node, token] = len(tokens)
-            tokens.append(token)
-            parents.append(node)
-            chances.append(chance**depth)
-            node = len(tokens) - 1
-    return Draft(Tree(tuple(tokens), tuple(parents)), Lookahead.name, chances=tuple(chances))
+        if len(kept.union(nodes)) <= budget + 1:
+            kept.update(nodes)
+    draft = Draft(Tree.known(tuple(tokens), tuple(parents)), Lookahead.name, chances=tuple(chances))
+    return draft.cut(sorted(kept))

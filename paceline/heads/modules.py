@@ -9,7 +9,7 @@ has exactly the names and shapes of the head's file; the draft ids, which are no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.heads import config as configs
-from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
+from paceline.models.config import ModelConfig
+from paceline.models.layer import AttendIn, Layer, Linear, Norm
 from paceline.models.rope import Angles
 
 Tensors = Mapping[str, Tensor]
 
 
-def sizes_of(config: configs.LayeredConfig) -> Sizes:
-    """Of one of its layers."""
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    widths = config.hidden_size, config.intermediate_size
-    sizes = Sizes(*widths, *heads, config.rms_eps, has_qk_norm=config.qk_norm)
+def layer_config(config: configs.LayeredConfig) -> ModelConfig:
+    """What one of its layers is made by."""
+    names = [each.name for each in fields(ModelConfig) if hasattr(config, each.name)]
+    shared = {name: getattr(config, name) for name in names}
+    values: dict[str, Any] = {"family": "llama", "num_layers": 1, "max_context": 0} | shared
     if isinstance(config, configs.MtpConfig):
-        return sizes._replace(has_bias=config.has_bias, is_gated=config.is_gated)
-    return sizes
+        values |= {"qkv_bias": config.has_bias, "gated_attention": config.is_gated}
+    return ModelConfig(**values)
 
 
 class HeadModule(nn.Module):
@@ -64,7 +65,7 @@ class Eagle(ChainModule):
         super().__init__(config)
         d = config.hidden_size
         self.fc = Linear.empty(len(config.taps) * d, d)
-        self.midlayer: Any = Layer(sizes_of(config), 2 * d)
+        self.midlayer: Any = Layer(layer_config(config), width=2 * d)
         self.midlayer.hidden_norm = Norm(d, config.rms_eps)
         self.norm = Norm(d, config.rms_eps)
 
@@ -91,7 +92,7 @@ class Eagle1(ChainModule):
     def __init__(self, config: configs.Eagle1Config) -> None:
         super().__init__(config)
         self.fc = Linear.empty(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
-        self.midlayer = Layer(sizes_of(config))
+        self.midlayer = Layer(layer_config(config))
         self.midlayer.input_layernorm = nn.Identity()
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
@@ -104,7 +105,7 @@ class Mtp(ChainModule):
     def __init__(self, config: configs.MtpConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(sizes_of(config))
+        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(layer_config(config))
         self.embed_norm, self.hidden_norm, self.norm = (Norm(d, config.rms_eps) for _ in range(3))
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
@@ -122,7 +123,7 @@ class Draft(ChainModule):
     def __init__(self, config: configs.DraftConfig) -> None:
         super().__init__(config)
         self.num_layers = config.num_layers
-        self.layers = nn.ModuleList(Layer(sizes_of(config)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(layer_config(config)) for _ in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.rms_eps)
 
     def forward(self, embedded: Tensor, source: Tensor | None, angles: Angles, attend: AttendIn) -> Tensor:
@@ -141,7 +142,7 @@ class Dflash(HeadModule):
         self.num_layers = config.num_layers
         self.fc = Linear.empty(len(config.taps) * d, d)
         self.hidden_norm, self.norm = Norm(d, config.rms_eps), Norm(d, config.rms_eps)
-        self.layers = nn.ModuleList(Layer(sizes_of(config)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(layer_config(config)) for _ in range(config.num_layers))
         if config.markov_rank:  # rows of the first are draft ids, the last stands for any other token
             self.markov_w1 = Linear.empty(config.markov_rank, config.draft_vocab_size + 1)
             self.markov_w2 = Linear.empty(config.markov_rank, config.draft_vocab_size)

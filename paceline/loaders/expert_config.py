@@ -38,9 +38,8 @@ def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig |
         shared = keys.count("shared_expert_intermediate_size")
     elif family == "glm4_moe":
         shared = inner * _optional(keys, "n_shared_experts")
-    count = next((key for key in COUNTS if keys.get(key) is not None), COUNTS[0])
     experts = ExpertsConfig(
-        keys.count(count), keys.count("num_experts_per_tok"), inner,
+        keys.count(keys.spelling(*COUNTS)), keys.count("num_experts_per_tok"), inner,
         router="sigmoid" if family == "glm4_moe" else "softmax",
         normalizes=family in ALWAYS_NORMED or keys.flag("norm_topk_prob", False),
         scale=keys.number("routed_scaling_factor", 1.0), has_bias=family == "gpt_oss",

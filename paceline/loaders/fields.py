@@ -25,7 +25,6 @@ ALL = slice(None)  # rows of a tensor
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
 Shapes = Mapping[str, tuple[int, ...]]
-Found = Mapping[str, Any]  # what a file holds; each has a `shape`
 DAMAGED = "the file is damaged or of an unknown kind"
 
 
@@ -56,6 +55,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_fields(path: Path, is_optional: bool = False) -> Fields:
+    """What a JSON file says; is_optional: nothing where there is none."""
+    return Fields(str(path), {} if is_optional and not path.is_file() else read_json(path))
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A mapping, and its file for errors. An absent or null key takes the default, or is an error without."""
@@ -65,6 +69,10 @@ class Fields:
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
+
+    def spelling(self, *keys: str) -> str:
+        """Of several spellings of a key the first that is there, else the last."""
+        return next((key for key in keys if self.values.get(key) is not None), keys[-1])
 
     def refuse(self, key: str, remedy: str) -> ModelFileError:
         return ModelFileError(f"{self.source}: {key} = {self.values.get(key)!r:.60} {remedy}")
@@ -124,33 +132,25 @@ class Fields:
         return value
 
 
-QK_NORMED = (
-    "qwen3",
-    "gemma3",
-    "olmo2",
-    "olmo3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "olmoe",
-    "qwen3_moe",
-)
+NORMED = {"qk_norm": True}
+NORMED_OVER_HEADS = {"qk_norm": True, "qk_norm_over_heads": True}
+FIXED: dict[Family, dict[str, Any]] = {  # by a family, unless its files say otherwise
+    "gemma3": {"sandwich_norm": True, "activation": "gelu_tanh", **NORMED},
+    "gpt_oss": {"activation": "clamped", "attention_sinks": True},
+    "olmo2": {"post_norm": True, **NORMED_OVER_HEADS}, "olmo3": {"post_norm": True, **NORMED_OVER_HEADS},
+    "olmoe": NORMED_OVER_HEADS, "qwen3": NORMED, "qwen3_moe": NORMED, "qwen3_next": NORMED,
+    "qwen3_5": NORMED, "qwen3_5_moe": NORMED,
+}  # fmt: skip
 
 
 def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     """What the file says, and what its family fixes. What the decoder takes for granted is checked here."""
+    values = FIXED.get(family, {}) | values
     if family == "gemma3":
         import numpy as np
 
-        scale = float(np.float32(values["hidden_size"] ** 0.5))
-        values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    if family == "gpt_oss":
-        values |= {"activation": "clamped", "attention_sinks": True}
-    if family in ("olmo2", "olmo3"):
-        values |= {"post_norm": True}
-    values = {"qk_norm": family in QK_NORMED} | values
-    over_heads = family in ("olmo2", "olmo3", "olmoe")
-    config = ModelConfig(family=family, qk_norm_over_heads=over_heads, **values)
+        values["embed_scale"] = float(np.float32(values["hidden_size"] ** 0.5))
+    config = ModelConfig(family=family, **values)
     heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
     windows, sets = config.local_layers, (config.rope.divisors, config.rope.long_divisors)
     is_part = turned % 2 == 0 and turned <= config.head_dim
@@ -176,28 +176,22 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     return config
 
 
-def place_rows(config: ModelConfig, names: Mapping[str, str]) -> tuple[dict[str, int], Shapes]:
-    """Where the rows of each weight begin in the file's tensor, and the shapes of those tensors. Weights that
+def place_rows(config: ModelConfig, names: Mapping[str, str]) -> tuple[dict[str, range], Shapes]:
+    """The rows of the file's tensor that are each weight's, and the shapes of those tensors. Weights that
     share one (phi's q, k and v) are its rows one after another, in the order of `weight_names`."""
-    firsts: dict[str, int] = {}
+    rows: dict[str, range] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for weight, shape in config.weight_names().items():
-        stored = names[weight]
-        firsts[weight] = shapes[stored][0] if stored in shapes else 0
-        shapes[stored] = (firsts[weight] + shape[0], *shape[1:])
-    return firsts, shapes
+        first = shapes.get(names[weight], (0,))[0]
+        rows[weight] = range(first, first + shape[0])
+        shapes[names[weight]] = (first + shape[0], *shape[1:])
+    return rows, shapes
 
 
-def rows_at(first: int, count: int, rows: slice) -> slice:
-    """Some of the `count` rows of a weight, as rows of the tensor where they begin at `first`."""
-    start, stop, _ = rows.indices(count)
-    return slice(first + start, first + stop)
-
-
-def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Found, layers: str) -> None:
+def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Shapes, layers: str) -> None:
     """Every wanted tensor is in the file with its shape, and no layer has a tensor beyond those. layers:
     begins the names of all layers' tensors; GLM has layers for drafting behind the last."""
-    check_shapes(path, {name: tensor.shape for name, tensor in found.items()}, wanted)
+    check_shapes(path, found, wanted)
     others = (name for name in found.keys() - wanted.keys() if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if config.family == "glm4_moe":

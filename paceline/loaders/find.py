@@ -13,7 +13,7 @@ from typing import NamedTuple
 from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.loaders import gguf_header, hf_config, hub
 from paceline.loaders.checkpoint import CONFIG, Checkpoint, describe, open_checkpoint
-from paceline.loaders.fields import Fields, read_json
+from paceline.loaders.fields import Fields, read_fields
 from paceline.loaders.gguf_parts import main_type, models_among, part_names, part_paths, read_parts
 from paceline.loaders.quantized.formats import quantization_of
 from paceline.models.config import ModelConfig
@@ -55,14 +55,14 @@ def _on_disk(path: Path, name: str) -> Found:
     if path.is_dir() and not (path / CONFIG).is_file():
         raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; give a folder with one of them")
     if path.suffix == ".json":
-        return _described(Found(name, "safetensors", [], _values(path)))
+        return _described(Found(name, "safetensors", [], read_fields(path)))
     files = frozenset(file.name for file in path.iterdir()) if path.is_dir() else frozenset([path.name])
     weights = part_paths(path) if path.is_file() else list(path.glob("*.safetensors"))
     found = Found(name, "gguf" if path.is_file() else "safetensors", [], files=files)
     found = found._replace(num_bytes=sum(file.stat().st_size for file in weights if file.is_file()))
     try:
         if path.is_dir():
-            found = _described(found._replace(values=_values(path / CONFIG)))
+            found = _described(found._replace(values=read_fields(path / CONFIG)))
         else:
             found = found._replace(values=_header(path), quantization=main_type(path))
         checkpoint = open_checkpoint(str(path), progress=False)
@@ -73,7 +73,7 @@ def _on_disk(path: Path, name: str) -> Found:
 
 def _on_the_hub(repo: str) -> Found:
     try:
-        values = _values(hub.from_hub(repo, CONFIG, progress=False))
+        values = read_fields(hub.from_hub(repo, CONFIG, progress=False))
     except ModelNotFound as error:
         if hub.is_offline(error):
             raise
@@ -89,7 +89,7 @@ def _on_the_hub(repo: str) -> Found:
         found.problems.append(f"{repo} has no .safetensors files; {remedy}")
     if files is None or INDEX not in files:
         return found
-    size = _values(hub.from_hub(repo, INDEX, progress=False)).section("metadata").get("total_size")
+    size = read_fields(hub.from_hub(repo, INDEX, progress=False)).section("metadata").get("total_size")
     return found._replace(num_bytes=int(size) if isinstance(size, int | float) else None)
 
 
@@ -108,10 +108,6 @@ def _gguf_on_the_hub(repo: str, file: str) -> Found:
             return found._replace(config=gguf_header.read_config(Path(file), header))
         except ModelFileError as error:
             return found._replace(problems=[str(error).replace(folder, repo)])
-
-
-def _values(path: Path) -> Fields:
-    return Fields(str(path), read_json(path))
 
 
 def _header(path: Path) -> Fields:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, place_rows, rows_at, unique_ids
+from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, place_rows, unique_ids
 from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config
 from paceline.loaders.gguf_parts import read_parts
 from paceline.loaders.tokenizer import TokenizerSource
@@ -55,10 +55,10 @@ class GgufCheckpoint:
         self._tensors = {name: _as_matrix(info) for name, info in header.tensors.items()}
         divisors = self._divisors("rope_freqs") or self._divisors("rope_factors_short")
         self.config: ModelConfig = read_config(path, header, divisors, self._divisors("rope_factors_long"))
-        self._shapes = self.config.weight_names()
-        names = {weight: gguf_name(self.config, weight) for weight in self._shapes}
-        self._firsts, wanted = place_rows(self.config, names)
-        check_weights(path, self.config, wanted, self._tensors, layers="blk.")
+        names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
+        self._rows, wanted = place_rows(self.config, names)
+        shapes = {name: info.shape for name, info in self._tensors.items()}
+        check_weights(path, self.config, wanted, shapes, layers="blk.")
         self._stored = {weight: self._tensors[stored] for weight, stored in names.items()}
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
@@ -77,8 +77,8 @@ class GgufCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         if self.config.family not in PERMUTED or not (".q_proj." in name or ".k_proj." in name):
-            own = rows_at(self._firsts[name], self._shapes[name][0], rows)
-            values = self._read(self._stored[name], own)
+            own = self._rows[name][rows]
+            values = self._read(self._stored[name], slice(own.start, own.stop))
         else:
             # rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)
             first, last, _ = rows.indices(self._stored[name].shape[0])

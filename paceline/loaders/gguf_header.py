@@ -61,14 +61,16 @@ LAYER_NAMES = {
     **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
-CORRECTION = "e_score_correction_bias"  # of routers
-SANDWICH_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-PHI_NAMES = {f"self_attn.{name}_proj": "attn_qkv" for name in "qkv"}  # and the gate before what it gates:
-PHI_NAMES |= {"mlp.gate_proj": "ffn_up", "mlp.up_proj": "ffn_up"}
+WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+AFTER = {"post_attention_layernorm": "post_attention_norm"}
+SANDWICH = {**AFTER, "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+FAMILY_NAMES: dict[Family, dict[str, str]] = {
+    "gemma3": SANDWICH, "olmo2": SANDWICH, "olmo3": SANDWICH, "glm4_moe": AFTER, "gpt_oss": AFTER,
+    "phi3": {  # the gate lies before what it gates
+        **{f"self_attn.{name}_proj": "attn_qkv" for name in "qkv"},
+        "mlp.gate_proj": "ffn_up", "mlp.up_proj": "ffn_up",
+    },
+}  # fmt: skip
 
 
 class TensorInfo(NamedTuple):
@@ -178,16 +180,11 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     stem, _, kind = name.rpartition(".")  # kind: weight or bias
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{kind}"
-    _, layer, part = stem.split(".", 2)
-    if kind == "sinks":
-        return f"blk.{layer}.attn_sinks.weight"
-    if kind == CORRECTION:
-        return f"blk.{layer}.exp_probs_b.bias"
-    if config.family in ("glm4_moe", "gpt_oss") and part == "post_attention_layernorm":
-        return f"blk.{layer}.post_attention_norm.{kind}"
-    names = LAYER_NAMES | SANDWICH_NAMES if config.sandwich_norm or config.post_norm else LAYER_NAMES
-    names = names | PHI_NAMES if config.family == "phi3" else names
-    return f"blk.{layer}.{names[part]}.{kind}"
+    _, layer, part = name.split(".", 2)
+    if part in WHOLE_NAMES:
+        return f"blk.{layer}.{WHOLE_NAMES[part]}"
+    names = LAYER_NAMES | FAMILY_NAMES.get(config.family, {})
+    return f"blk.{layer}.{names[part.removesuffix(f'.{kind}')]}.{kind}"
 
 
 def read_config(

@@ -75,9 +75,8 @@ def read_parts(path: Path) -> Parts:
             remedy = "give it back the name it was published under, with all other parts beside it"
             raise ModelFileError(f"{part} {said}; {remedy}")
         if twice := header.tensors.keys() & tensors.keys():
-            raise ModelFileError(
-                f"{part}: tensor {min(twice)!r} is in another part too; fetch all parts again"
-            )
+            found = f"tensor {min(twice)!r} is in another part too"
+            raise ModelFileError(f"{part}: {found}; fetch all parts again")
         files |= dict.fromkeys(header.tensors, PartFile(part, header.data_start, header.file_size))
         tensors |= header.tensors
     wanted = headers[0].metadata.get("split.tensors.count") if len(paths) > 1 else None

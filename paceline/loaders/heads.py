@@ -30,9 +30,9 @@ ARCHITECTURES = {family: f"{family.title()}ForCausalLM" for family in ("llama", 
 Values = dict[str, Any]
 
 
-def open_head(model: str, target: Checkpoint, kinds: Sequence[str], progress: bool = True) -> Head:
+def open_head(model: str, target: Checkpoint, kinds: Sequence[str]) -> Head:
     """The head in a folder (or of a Hugging Face name), of one of these kinds, for this target."""
-    folder = hub.resolve(model, progress=progress)
+    folder = hub.resolve(model)
     if not folder.is_dir():
         raise ModelFileError(f"{folder} is a model file where a head is expected; {EXPECTED}")
     files = HeadFiles(folder)

@@ -22,27 +22,16 @@ FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-REFUSED = (
-    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv",
-)  # fmt: skip
+REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # attention over a compressed cache
 # Whose classes have biases where these keys ask for them: of q, k, v and o (of the first three alone in some,
 # and there in some always); of the MLP.
 BIASED = {
     "attention_bias": (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma3",
-        "smollm3",
-        "olmo2",
-        "olmo3",
-        "granite",
-        "glm4_moe",
-        "gpt_oss",
+        "llama", "qwen2", "qwen3", "gemma3", "smollm3", "olmo2", "olmo3", "granite", "glm4_moe", "gpt_oss",
     ),
     "mlp_bias": ("llama", "smollm3", "granite"),
-}
+}  # fmt: skip
 ALWAYS_BIASED, ONLY_INPUTS_BIASED = ("qwen2", "qwen2_moe"), ("qwen2", "glm4_moe")
 HYBRID = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -97,13 +86,8 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "sliding_window_pattern": 2, "attention_bias": True, "rope_theta": 150_000.0,
     },
 }  # fmt: skip
-PARTLY_TURNED = (
-    "phi3",
-    "glm4_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-)  # families with rotary embedding of a part of each head
+# families with rotary embedding of a part of each head
+PARTLY_TURNED = ("phi3", "glm4_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 MULTIMODAL = ("mistral3",)  # what the text model is, its own section says
 
 
@@ -183,8 +167,7 @@ def _rope_layers(keys: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers turn queries and keys."""
     stated = keys.get("no_rope_layers")
     if stated is None:
-        period = keys.count("no_rope_layer_interval")
-        return tuple((i + 1) % period != 0 for i in range(layers))
+        return _but_last(keys.count("no_rope_layer_interval"), layers)
     if not isinstance(stated, list) or not all(flag in (0, 1) for flag in stated):
         raise keys.refuse("no_rope_layers", "is not a list of 0 and 1, one a layer; fetch the model again")
     return tuple(map(bool, stated))
@@ -213,13 +196,23 @@ def _recurrent(keys: Fields, layers: int) -> RecurrentConfig:
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
     spelled = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {name: keys.count(f"linear_{key}") for name, key in zip(names, spelled, strict=True)}
-    types, period = keys.get("layer_types"), keys.count("full_attention_interval", 4)
+    period, listed = keys.count("full_attention_interval", 4), _layers_of(keys, "linear_attention")
+    return RecurrentConfig(_but_last(period, layers) if listed is None else listed, **sizes)
+
+
+def _layers_of(keys: Fields, kind: str) -> tuple[bool, ...] | None:
+    """Which layers are of a kind, all others having full attention; None: the config does not list them."""
+    types, known = keys.get("layer_types"), ("full_attention", kind)
     if types is None:
-        types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
-    known = ("full_attention", "linear_attention")
-    if not isinstance(types, list) or not all(kind in known for kind in types):
+        return None
+    if not isinstance(types, list) or not all(each in known for each in types):
         raise keys.refuse("layer_types", f"holds other kinds than {known}, which are not supported")
-    return RecurrentConfig(tuple(kind == "linear_attention" for kind in types), **sizes)
+    return tuple(each == kind for each in types)
+
+
+def _but_last(period: int, layers: int) -> tuple[bool, ...]:
+    """Each layer but the last of every period."""
+    return tuple((i + 1) % period != 0 for i in range(layers))
 
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -231,15 +224,10 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     asks, never = ("qwen2", "qwen3", "smollm3"), set(EXPERT_FAMILIES) - {"gpt_oss"}
     if family in never or (family in asks and not keys.flag("use_sliding_window", False)):
         return ()
-    types = keys.get("layer_types")
-    if types is not None:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or not all(kind in known for kind in types):
-            raise keys.refuse("layer_types", f"holds other kinds than {known}, which are not supported")
-        return tuple(kind == "sliding_attention" for kind in types)
+    if (listed := _layers_of(keys, "sliding_attention")) is not None:
+        return listed
     if family in ("gemma3", "olmo3", "gpt_oss"):
-        period = keys.count("sliding_window_pattern")
-        return tuple((i + 1) % period != 0 for i in range(layers))
+        return _but_last(keys.count("sliding_window_pattern"), layers)
     if family == "smollm3":
         return tuple(not has_rope for has_rope in _rope_layers(keys, layers))
     first = keys.get("max_window_layers")
@@ -259,7 +247,7 @@ def _rope_parameters(keys: Fields, default_theta: float) -> tuple[Fields, float]
 
 
 def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
-    key = "rope_type" if parameters.get("rope_type") is not None else "type"  # `type` is the oldest spelling
+    key = parameters.spelling("rope_type", "type")
     kind = parameters.text(key, "default")
     if kind == "default":
         return RopeConfig(theta=theta)

@@ -26,12 +26,11 @@ from paceline.loaders.fields import ALL, Shapes
 from paceline.loaders.gguf_parts import part_paths
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
+from paceline.models.quantize import BITS, BLOCK, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
 GATE_ROWS = 64
-BLOCK_BYTES = {8: DOT_ROWS * 64 + 2 * DOT_ROWS, 4: DOT_ROWS * 16 + 4 * DOT_ROWS}
 TYPES = {torch.uint8: "U8", torch.float32: "F32"}
 ATTENTION = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -72,7 +71,7 @@ def cache_path(source: Checkpoint, bits: int) -> Path:
     return cache_dir() / "packed" / f"{stem}-{source.fingerprint[:12]}-{name}-{version}.safetensors"
 
 
-class Linear(NamedTuple):
+class Product(NamedTuple):
     """A product of the model."""
 
     name: str
@@ -82,29 +81,29 @@ class Linear(NamedTuple):
     num_biases: int = 1  # one for all experts, of zeros, or one for each
 
 
-def _linears(config: ModelConfig, bits: int) -> Iterator[Linear]:
+def _products(config: ModelConfig, bits: int) -> Iterator[Product]:
     for i in range(config.num_layers):
         before, experts = f"layers.{i}.", config.experts_of(i)
         for name, parts in (RECURRENT if config.is_recurrent(i) else ATTENTION).items():
-            yield Linear(before + name, [before + part for part in parts], bits)
+            yield Product(before + name, [before + part for part in parts], bits)
         if experts is None:
             yield from _ffn(before, before + "mlp.", bits)
             continue
         gates = ["mlp.gate"] + ["mlp.shared_expert_gate"] * experts.has_shared_gate
-        yield Linear(before + "router", [before + gate for gate in gates], 32)
+        yield Product(before + "router", [before + gate for gate in gates], 32)
         counts = experts.count, experts.count if experts.has_bias else 1
         yield from _ffn(before + "experts.", before + "mlp.experts.", bits, *counts)
         if experts.shared_inner:
             yield from _ffn(before + "shared.", before + "mlp.shared_expert.", bits)
-    yield Linear("embedding", ["embed_tokens"], head_bits(bits))
+    yield Product("embedding", ["embed_tokens"], head_bits(bits))
     if not config.tie_embeddings:
-        yield Linear("head", ["lm_head"], head_bits(bits))
+        yield Product("head", ["lm_head"], head_bits(bits))
 
 
-def _ffn(to: str, parts: str, bits: int, *counts: int) -> Iterator[Linear]:
+def _ffn(to: str, parts: str, bits: int, *counts: int) -> Iterator[Product]:
     """counts: of experts, and of biases."""
-    yield Linear(to + "gate_up", [parts + "gate_proj", parts + "up_proj"], bits, *counts)
-    yield Linear(to + "down", [parts + "down_proj"], bits, *counts)
+    yield Product(to + "gate_up", [parts + "gate_proj", parts + "up_proj"], bits, *counts)
+    yield Product(to + "down", [parts + "down_proj"], bits, *counts)
 
 
 def gate_up_order(inner: int) -> list[int]:
@@ -132,49 +131,49 @@ def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[
     for name in names:
         if name.endswith(VECTORS):
             yield name, [source.tensor(name).float().contiguous()]
-    for linear in _linears(source.config, bits):
-        to, parts, its_bits, num_experts, num_biases = linear
+    for product in _products(source.config, bits):
+        to, parts, its_bits, num_experts, num_biases = product
         found = [source.tensor(f"{part}.bias").float() for part in parts if f"{part}.bias" in names]
         zeros = [torch.zeros(names[f"{part}.weight"][0] // num_experts) for part in parts]
         bias = torch.cat([each.view(num_biases, -1) for each in found or zeros], 1)
         if to.endswith("gate_up"):
             bias = bias[:, gate_up_order(bias.shape[1] // 2)]
         bias = bias.flatten()
-        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, linear, names))
+        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, product, names))
         yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if its_bits == 32 else DOT_ROWS)))]
 
 
-def _rows(source: Checkpoint, linear: Linear, names: Shapes) -> Iterator[torch.Tensor]:
+def _rows(source: Checkpoint, product: Product, names: Shapes) -> Iterator[torch.Tensor]:
     """The rows that a product stacks, in the kernels' order, some at a time where they are many: gate and up
     side by side, expert by expert; q, k and v whole."""
-    total, width = names[f"{linear.parts[0]}.weight"]
-    count, step = total // linear.num_experts, max(CHUNK_BYTES // (4 * width * GATE_ROWS), 1) * GATE_ROWS
-    if count <= step or linear.name.endswith("qkv"):
+    total, width = names[f"{product.parts[0]}.weight"]
+    count, step = total // product.num_experts, max(CHUNK_BYTES // (4 * width * GATE_ROWS), 1) * GATE_ROWS
+    if count <= step or product.name.endswith("qkv"):
         step = count
     config = source.config
-    is_gated = config.gated_attention and "self_attn.q_proj" in linear.parts[0]
+    is_gated = config.gated_attention and "self_attn.q_proj" in product.parts[0]
     for start in range(0, total, count):
         for first in range(0, count, step):
             rows = slice(start + first, start + min(first + step, count))
             rows = ALL if step == total else rows
-            weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in linear.parts])
+            weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in product.parts])
             if is_gated:
                 weight = weight[gated_order(config.num_heads, config.num_kv_heads, config.head_dim)]
-            yield weight[gate_up_order(len(weight) // 2)] if linear.name.endswith("gate_up") else weight
+            yield weight[gate_up_order(len(weight) // 2)] if product.name.endswith("gate_up") else weight
 
 
 def expected(config: ModelConfig, bits: int) -> Kinds:
     """Name, type and shape of every tensor of a quantized model, in the order they are packed in."""
     shapes = config.weight_names()
     wanted: Kinds = {n: (torch.float32, tuple(shape)) for n, shape in shapes.items() if n.endswith(VECTORS)}
-    for to, parts, its_bits, num_experts, num_biases in _linears(config, bits):
+    for to, parts, its_bits, num_experts, num_biases in _products(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
         if its_bits == 32:  # a router
             size = padded(rows, FLOAT_ROWS)
             wanted[f"{to}.weight"] = torch.float32, (size // FLOAT_ROWS, width, FLOAT_ROWS)
         else:
             size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
-            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
+            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK[its_bits])
         wanted[f"{to}.bias"] = torch.float32, (size // num_experts * num_biases,)
     return wanted
 

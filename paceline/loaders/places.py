@@ -16,25 +16,19 @@ from paceline.models.config import ModelConfig
 # other names of what `weight_names` calls so, behind the number of a layer
 OTHERS = {
     "mlp.gate.weight": (
-        "block_sparse_moe.gate.weight",
-        "block_sparse_moe.router.layer.weight",
-        "mlp.router.weight",
+        "block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight", "mlp.router.weight",
     ),
     "mlp.gate.bias": ("mlp.router.bias",),
-    **{
-        f"mlp.shared_expert.{part}_proj.weight": (f"mlp.shared_experts.{part}_proj.weight",)
-        for part in ("gate", "up", "down")
-    },
-}
+}  # fmt: skip
+for _part in ("gate", "up", "down"):
+    OTHERS[f"mlp.shared_expert.{_part}_proj.weight"] = (f"mlp.shared_experts.{_part}_proj.weight",)
 FUSED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
 }  # fmt: skip
 SHORT = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's
-JOINED = (
-    "mlp.experts.gate_up_proj",
-    "block_sparse_moe.input_linear.weight",
-)  # [experts, gate and up, hidden]
+# [experts, gate and up, hidden]
+JOINED = ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight")
 DOWN = ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight")  # [experts, hidden, inner]
 
 
@@ -42,42 +36,29 @@ class Part(NamedTuple):
     """Some rows of a tensor, or of a matrix of a stack."""
 
     tensor: str
-    rows: slice
+    rows: range
     matrix: int | None
-    every: int = 1  # step from one of those rows to the next
-    is_transposed: bool = False  # the matrix has them as columns
+    is_transposed: bool  # the matrix has them as columns
 
 
 class Place(NamedTuple):
-    tensors: list[str]
+    tensors: list[str]  # each a matrix, or one that is a stack of them
     shape: tuple[int, ...]  # that each of them must have
-    num_rows: int  # of the weight, in each tensor or matrix
-    first: int = 0  # the row where they begin
-    is_stack: bool = False  # of matrices
-    runs: tuple[range, ...] = ()  # instead: the rows of the one tensor that are the weight's, in their order
-    every: int = 1  # step from one row of a stack's matrix to the next, from `first` on
-    is_transposed: bool = False  # a stack has them as columns
+    rows: tuple[range, ...]  # of a matrix that are the weight's, in their order
+    is_stack: bool = False
+    is_transposed: bool = False  # a stack's matrices have them as columns
 
     def parts(self, rows: slice) -> Iterator[Part]:
         """Where these rows of the weight lie."""
-        if self.runs:
-            yield from self._scattered(rows)
-            return
-        each = self.num_rows
-        start, stop, _ = rows.indices(each * (self.shape[0] if self.is_stack else len(self.tensors)))
+        each, count = sum(map(len, self.rows)), self.shape[0] if self.is_stack else len(self.tensors)
+        start, stop, _ = rows.indices(each * count)
         for i in range(start // each, -(-stop // each)):
-            low, high = max(start - i * each, 0), min(stop - i * each, each)
-            own = slice(self.first + low * self.every, high * self.every + self.first * (self.every == 1))
             tensor, matrix = self.tensors[0 if self.is_stack else i], i if self.is_stack else None
-            yield Part(tensor, own, matrix, self.every, self.is_transposed)
-
-    def _scattered(self, rows: slice) -> Iterator[Part]:
-        start, stop, _ = rows.indices(self.num_rows)
-        for run in self.runs:
-            own = run[max(start, 0) : max(stop, 0)]
-            if own:
-                yield Part(self.tensors[0], slice(own.start, own.stop), None)
-            start, stop = start - len(run), stop - len(run)
+            low, high = start - i * each, stop - i * each
+            for run in self.rows:
+                if own := run[max(low, 0) : max(high, 0)]:
+                    yield Part(tensor, own, matrix, self.is_transposed)
+                low, high = low - len(run), high - len(run)
 
 
 def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str) -> dict[str, Place]:
@@ -89,8 +70,8 @@ def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str
         others = [f"{prefix}layers.{number}.{other}" for other in OTHERS.get(part, ())]
         plain = head if name == "lm_head.weight" else prefix + _joined(config, name)
         names[name] = next((other for other in others if other in found), plain)
-    firsts, shapes = place_rows(config, names)
-    places = {n: Place([names[n]], shapes[names[n]], shape[0], firsts[n]) for n, shape in weights.items()}
+    rows, shapes = place_rows(config, names)
+    places = {name: Place([names[name]], shapes[names[name]], (rows[name],)) for name in weights}
     for name in (name for name in weights if ".mlp.experts." in name):
         layer, _, part = name.partition("mlp.experts.")
         of = _of_gpt_oss if config.family == "gpt_oss" else _of_experts
@@ -122,8 +103,9 @@ def _mixed(config: ModelConfig, prefix: str) -> dict[str, Place]:
                     for head in range(sizes.key_heads)
                 )
                 shape = (sizes.key_heads * ends[-1], config.hidden_size)
-                place = Place([f"{prefix}{layer}{tensor}.weight"], shape, sum(map(len, runs)), runs=runs)
-                places[f"{layer}in_proj_{name}.weight"] = place
+                places[f"{layer}in_proj_{name}.weight"] = Place(
+                    [f"{prefix}{layer}{tensor}.weight"], shape, runs
+                )
     return places
 
 
@@ -143,25 +125,27 @@ def _of_experts(config: ModelConfig, found: Container[str], layer: str, part: st
     stacks = [layer + name for name in (DOWN if part == "down" else JOINED) if layer + name in found]
     if stacks:
         total, first = rows if part == "down" else 2 * rows, rows if part == "up" else 0
-        return Place(stacks[:1], (experts.count, total, width), rows, first, is_stack=True)
+        return Place(stacks[:1], (experts.count, total, width), (range(first, first + rows),), is_stack=True)
     short = f"{layer}block_sparse_moe.experts.{{}}.{SHORT[part]}.weight"
     pattern = short if short.format(0) in found else f"{layer}mlp.experts.{{}}.{part}_proj.weight"
     names: list[str] = []
     while len(names) < experts.count and (not names or names[-1] in found):
         names.append(pattern.format(len(names)))
-    return Place(names, (rows, width), rows)
+    return Place(names, (rows, width), (range(rows),))
 
 
 def _of_gpt_oss(config: ModelConfig, found: Container[str], layer: str, part: str) -> Place:
-    """Stacks whose matrices are transposed, with gate and up in turn; in MXFP4 (quantized/mxfp4.py) the
+    """Stacks whose matrices are transposed, with gate and up in turn; in MXFP4 (quantized/fp4.py) the
     weights have names of their own."""
     if part.endswith("weight") and f"{layer}mlp.experts.0.{part}" in found:
         return _of_experts(config, found, layer, part)
     (kind, end), experts, hidden = part.split("_proj."), config.experts, config.hidden_size
     assert experts is not None
     rows, width = (hidden, experts.inner) if kind == "down" else (experts.inner, hidden)
-    every, first = (1, 0) if kind == "down" else (2, int(kind == "up"))
-    name = f"{layer}mlp.experts.{'down' if kind == 'down' else 'gate_up'}_proj"
+    name, own = f"{layer}mlp.experts.down_proj", range(rows)
+    if kind != "down":
+        name, own = f"{layer}mlp.experts.gate_up_proj", range(kind == "up", 2 * rows, 2)
+    total = len(own) * own.step
     if end == "bias":
-        return Place([f"{name}_bias"], (experts.count, every * rows), rows, first, True, (), every)
-    return Place([name], (experts.count, width, every * rows), rows, first, True, (), every, True)
+        return Place([f"{name}_bias"], (experts.count, total), (own,), is_stack=True)
+    return Place([name], (experts.count, width, total), (own,), is_stack=True, is_transposed=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
+from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_fields, unique_ids
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.places import Part, places_of
 from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
@@ -38,7 +38,7 @@ class SafetensorsCheckpoint:
         if not (path / "config.json").is_file():
             remedy = "give a folder with config.json and .safetensors files, or a GGUF file"
             raise ModelFileError(f"{path} has no config.json; {remedy}")
-        values = _optional_fields(path / "config.json")
+        values = read_fields(path / "config.json")
         self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
         self.stored = tensors_of(files)
@@ -53,8 +53,9 @@ class SafetensorsCheckpoint:
             if tensor not in self._readers and self.stored[tensor].dtype not in TYPES:
                 kind, known = self.stored[tensor].dtype, ", ".join(TYPES)
                 raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
-        self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
-        sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
+        self._tokenizer_config = read_fields(path / "tokenizer_config.json", is_optional=True).values
+        generation = read_fields(path / "generation_config.json", is_optional=True)
+        sections = [generation, values, values.section("text_config")]
         self.eos_ids = self._token_ids("eos_token", sections)
         self.bos_id: int | None = next(iter(self._token_ids("bos_token", sections)), None)
         self.fingerprint = fingerprint([path / "config.json", *files], HEADER_BYTES)
@@ -62,20 +63,22 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One weight, or some of its rows, as float32."""
         parts = [self._read(part).to(torch.float32) for part in self._places[name].parts(rows)]
+        if not parts:  # no rows are asked for
+            return self.tensor(name, slice(1))[:0]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         is_offset = self.config.family in OFFSET and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
 
     def _read(self, part: Part) -> torch.Tensor:
         if (reader := self._readers.get(part.tensor)) is not None:
-            return reader(part.rows)
-        stored = self.stored[part.tensor]
-        if part.matrix is not None:
-            index = slice(part.matrix, part.matrix + 1), *([ALL] if part.is_transposed else []), part.rows
-            matrix = read_tensor(stored.file, part.tensor, *index)[0]
-            return (matrix.T if part.is_transposed else matrix)[:: part.every].contiguous()
-        is_whole = part.rows == slice(0, stored.shape[0])
-        return read_tensor(stored.file, part.tensor, ALL if is_whole else part.rows)
+            return reader(slice(part.rows.start, part.rows.stop))
+        stored, span = self.stored[part.tensor], slice(part.rows.start, part.rows[-1] + 1)
+        if part.matrix is None:
+            is_whole = span == slice(0, stored.shape[0])
+            return read_tensor(stored.file, part.tensor, ALL if is_whole else span)
+        index = slice(part.matrix, part.matrix + 1), *([ALL] if part.is_transposed else []), span
+        matrix = read_tensor(stored.file, part.tensor, *index)[0]
+        return (matrix.T if part.is_transposed else matrix)[:: part.rows.step].contiguous()
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"
@@ -103,7 +106,3 @@ class SafetensorsCheckpoint:
 def _token_text(value: Any) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
-
-
-def _optional_fields(path: Path) -> Fields:
-    return Fields(str(path), read_json(path) if path.is_file() else {})

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import ALL, Fields, read_json
+from paceline.loaders.fields import ALL, read_fields
 
 TYPES = ("F32", "F16", "BF16", "F64")  # of plain weights
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: those of the index where there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = Fields(str(index), read_json(index)).section("weight_map").values
+        weight_map = read_fields(index).section("weight_map").values
         shards = sorted({str(name) for name in weight_map.values()})
         for shard in shards:
             if Path(shard).name != shard:

@@ -18,7 +18,7 @@ from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
 from paceline.models.experts import ExpertFfn
-from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
+from paceline.models.layer import AttendIn, Layer, Linear, Norm
 from paceline.models.quantize import bits_of, head_bits
 from paceline.models.recurrent import GatedDeltaNet
 from paceline.models.rope import query_scales, rotary_tables
@@ -33,27 +33,15 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> Tensor: ...  # float32
 
 
-def sizes_of(config: ModelConfig, bits: int) -> Sizes:
-    """Of a layer whose products have that many bits."""
-    return Sizes(
-        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.rms_eps, config.qkv_bias, config.qk_norm, config.sandwich_norm, config.activation, bits,
-        has_out_bias=config.out_bias, has_ffn_bias=config.mlp_bias, has_sinks=config.attention_sinks,
-        is_norm_over_heads=config.qk_norm_over_heads, is_post_norm=config.post_norm,
-        residual_scale=config.residual_scale, is_gated=config.gated_attention,
-    )  # fmt: skip
-
-
 class Transformer(nn.Module):
     """Built by `load`: until then the weights have shapes and no numbers."""
 
     def __init__(self, config: ModelConfig, device: torch.device, bits: int = 32) -> None:
         super().__init__()
         self.config = config
-        sizes = sizes_of(config, bits)
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
-            self.layers = nn.ModuleList(self._layer(i, sizes) for i in range(config.num_layers))
+            self.layers = nn.ModuleList(self._layer(i, bits) for i in range(config.num_layers))
             self.embed_tokens = vocabulary()
             self.norm = Norm(config.hidden_size, config.rms_eps)
             self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
@@ -65,13 +53,13 @@ class Transformer(nn.Module):
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
-    def _layer(self, i: int, sizes: Sizes) -> Layer:
-        recurrent, experts = self.config.recurrent, self.config.experts_of(i)
-        ffn = None if experts is None else ExpertFfn(sizes, experts)
-        if recurrent is None or not recurrent.layers[i]:
-            return Layer(sizes, ffn=ffn)
-        mixer = GatedDeltaNet(recurrent, sizes.hidden, sizes.eps, sizes.bits)
-        return Layer(sizes, ffn=ffn, recurrent=mixer)
+    def _layer(self, i: int, bits: int) -> Layer:
+        config, experts = self.config, self.config.experts_of(i)
+        ffn = None if experts is None else ExpertFfn(config, experts, bits)
+        if config.recurrent is None or not config.recurrent.layers[i]:
+            return Layer(config, bits, ffn=ffn)
+        mixer = GatedDeltaNet(config.recurrent, config.hidden_size, config.rms_eps, bits)
+        return Layer(config, bits, ffn=ffn, recurrent=mixer)
 
     @classmethod
     def load(

@@ -6,14 +6,14 @@ Routers multiply in float32 whatever the type of the weights, since a near tie c
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.config import ExpertsConfig
-from paceline.models.layer import DenseFfn, Linear, Sizes, gate
+from paceline.models.config import ExpertsConfig, ModelConfig
+from paceline.models.layer import DenseFfn, Linear, gate
 
 TINY = 1e-20  # shares that are all zero are divided by this
 
@@ -58,14 +58,13 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer, one below the other in each matrix."""
 
-    def __init__(self, sizes: Sizes, config: ExpertsConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, bits: int) -> None:
         super().__init__()
-        self.hidden, self.inner, self.activation = sizes.hidden, config.inner, sizes.activation
-        count, hidden, inner = config.count, sizes.hidden, config.inner
-        own: dict[str, Any] = {"bits": sizes.bits, "has_bias": config.has_bias}
-        self.gate_proj = Linear.empty(hidden, count * inner, **own)
-        self.up_proj = Linear.empty(hidden, count * inner, **own)
-        self.down_proj = Linear.empty(inner, count * hidden, **own)
+        self.hidden, self.inner, self.activation = config.hidden_size, experts.inner, config.activation
+        count, hidden, inner = experts.count, config.hidden_size, experts.inner
+        linear = partial(Linear.empty, has_bias=experts.has_bias, bits=bits)
+        self.gate_proj, self.up_proj = linear(hidden, count * inner), linear(hidden, count * inner)
+        self.down_proj = linear(inner, count * hidden)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """What one expert makes of x [n, hidden]."""
@@ -75,13 +74,13 @@ class Experts(nn.Module):
 
 
 class ExpertFfn(nn.Module):
-    def __init__(self, sizes: Sizes, config: ExpertsConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, bits: int) -> None:
         super().__init__()
-        self.gate = Router(config, sizes.hidden)
-        self.experts = Experts(sizes, config)
-        shared = sizes._replace(inner=config.shared_inner)
-        self.shared_expert = DenseFfn(shared) if config.shared_inner else None
-        self.shared_expert_gate = Linear.empty(sizes.hidden, 1) if config.has_shared_gate else None
+        self.gate = Router(experts, config.hidden_size)
+        self.experts = Experts(config, experts, bits)
+        shared = experts.shared_inner
+        self.shared_expert = DenseFfn(config, shared, bits) if shared else None
+        self.shared_expert_gate = Linear.empty(config.hidden_size, 1) if experts.has_shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         rows = x.flatten(0, -2)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.models.config import Activation, ModelConfig
 from paceline.models.quantize import dequantize, quantize, round_activations
 from paceline.models.rope import Angles, rotate
 
@@ -24,29 +24,6 @@ AttendIn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 CLAMP, SLOPE = 7.0, 1.702  # of a clamped activation
 
 
-class Sizes(NamedTuple):
-    """Of a layer."""
-
-    hidden: int
-    inner: int  # width of the dense ffn
-    heads: int
-    kv_heads: int
-    dim: int  # of a head
-    eps: float
-    has_bias: bool = False  # queries, keys and values
-    has_qk_norm: bool = False
-    is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
-    activation: str = "silu"
-    bits: int = 32  # below, products round as the CPU kernels do
-    has_out_bias: bool = False
-    has_ffn_bias: bool = False
-    is_norm_over_heads: bool = False  # one norm of queries over all heads, one of keys
-    is_post_norm: bool = False  # norms after attention and after the ffn alone
-    residual_scale: float = 1.0  # of what both add
-    has_sinks: bool = False
-    is_gated: bool = False  # each query has a gate beside it, for what it has attended
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in float32 inside."""
     if x.dtype == weight.dtype:
@@ -54,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
+def gate(gates: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """[..., inner] each."""
     if activation == "silu":
         return functional.silu(gates) * up
@@ -112,23 +89,18 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Queries, keys and values of rows that are `width` wide, and what is made of the attended values."""
 
-    def __init__(self, sizes: Sizes, width: int) -> None:
+    def __init__(self, config: ModelConfig, width: int, bits: int) -> None:
         super().__init__()
-        self.dim = sizes.dim
-
-        def projection(heads: int) -> Linear:
-            return Linear.empty(width, heads * sizes.dim, has_bias=sizes.has_bias, bits=sizes.bits)
-
-        self.is_gated = sizes.is_gated
-        self.q_proj = projection(sizes.heads * (2 if sizes.is_gated else 1))
-        self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
-        out = sizes.heads * sizes.dim
-        self.o_proj = Linear.empty(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
-        counts = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
-        self.q_norm, self.k_norm = (
-            Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in counts
-        )
-        self.sinks = nn.Parameter(torch.empty(sizes.heads), False) if sizes.has_sinks else None
+        heads, kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.is_gated = config.gated_attention
+        linear = partial(Linear.empty, width, has_bias=config.qkv_bias, bits=bits)
+        self.q_proj = linear(heads * self.dim * (2 if self.is_gated else 1))
+        self.k_proj, self.v_proj = (linear(kv_heads * self.dim) for _ in range(2))
+        self.o_proj = Linear.empty(heads * self.dim, config.hidden_size, has_bias=config.out_bias, bits=bits)
+        normed = (heads, kv_heads) if config.qk_norm_over_heads else (1, 1)
+        norms = [Norm(count * self.dim, config.rms_eps) if config.qk_norm else None for count in normed]
+        self.q_norm, self.k_norm = norms
+        self.sinks = nn.Parameter(torch.empty(heads), False) if config.attention_sinks else None
 
     def queries(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor | None]:
         """[..., width] -> [..., heads, dim], normed and rotated; and gates, as many, if there are any."""
@@ -155,12 +127,12 @@ class Attention(nn.Module):
 
 
 class DenseFfn(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, config: ModelConfig, inner: int, bits: int) -> None:
         super().__init__()
-        self.activation, has_bias = sizes.activation, sizes.has_ffn_bias
-        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
-        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
-        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, has_bias=has_bias, bits=sizes.bits)
+        self.activation, hidden = config.activation, config.hidden_size
+        linear = partial(Linear.empty, has_bias=config.mlp_bias, bits=bits)
+        self.gate_proj, self.up_proj = linear(hidden, inner), linear(hidden, inner)
+        self.down_proj = linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -170,22 +142,24 @@ class Layer(nn.Module):
     """Attention that reads `width` numbers a row (by default the hidden size), then the ffn."""
 
     def __init__(
-        self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None, recurrent: nn.Module | None = None
-    ) -> None:
-        """recurrent: what there is instead of attention."""
+        self, config: ModelConfig, bits: int = 32, *, width: int = 0, ffn: nn.Module | None = None,
+        recurrent: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        """bits: below 32, products round as the CPU kernels do; recurrent: what there is instead of
+        attention."""
         super().__init__()
         if recurrent is None:
-            self.self_attn = Attention(sizes, width or sizes.hidden)
+            self.self_attn = Attention(config, width or config.hidden_size, bits)
         else:
             self.linear_attn = recurrent
-        self.mlp = DenseFfn(sizes) if ffn is None else ffn
-        before = nn.Identity if sizes.is_post_norm else partial(Norm, sizes.hidden, sizes.eps)
+        self.mlp = DenseFfn(config, config.intermediate_size, bits) if ffn is None else ffn
+        norm = partial(Norm, config.hidden_size, config.rms_eps)
+        before = nn.Identity if config.post_norm else norm
         self.input_layernorm: nn.Module = before()
-        self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
-        self.norms_added, self.scale = sizes.is_sandwich or sizes.is_post_norm, sizes.residual_scale
+        self.post_attention_layernorm = norm()
+        self.norms_added, self.scale = config.sandwich_norm or config.post_norm, config.residual_scale
         if self.norms_added:
-            self.pre_feedforward_layernorm = before()
-            self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = before(), norm()
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend, inputs: Tensor | None = None) -> Tensor:
         """x [..., hidden] is the residual stream, in and out; inputs: what attention reads instead of it,

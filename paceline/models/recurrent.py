@@ -36,10 +36,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.config = config
         heads, width = config.value_heads, config.value_heads * config.value_dim
-        self.in_proj_qkv = Linear.empty(hidden, config.mixed_width, bits=bits)
-        self.in_proj_z, self.in_proj_b, self.in_proj_a = (
-            Linear.empty(hidden, size, bits=bits) for size in (width, heads, heads)
-        )
+        sizes = (config.mixed_width, width, heads, heads)
+        parts = [Linear.empty(hidden, size, bits=bits) for size in sizes]
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = parts
         self.conv1d, self.norm = _Weights(config.mixed_width, 1, config.kernel), Norm(config.value_dim, eps)
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads)) for _ in range(2))
         self.out_proj = Linear.empty(width, hidden, bits=bits)

@@ -3,26 +3,26 @@
 MXFP4: `weight_scale` uint8 [outputs, groups] are exponents + 127. NVFP4: it is FP8, and one more number
 scales the whole tensor: compressed-tensors divides by `weight_global_scale`, ModelOpt multiplies with
 `weight_scale_2`; that product of scales is rounded once, too.
+gpt-oss's MXFP4: experts are stacked, `experts.gate_up_proj_blocks` uint8 [experts, rows, groups, 16], its
+rows gate and up in turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, rows, groups].
 """
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.loaders.quantized.parts import Grid, Module, Part, Reader, dequantize
+from paceline.loaders.quantized.parts import Grid, Module, Part, Reader, Shape, dequantize
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 DIVISOR, FACTOR = ".weight_global_scale", ".weight_scale_2"
-
-
-class Stored(NamedTuple):
-    values: Part
-    scales: Part
-    whole: Part | None  # the scale of the tensor
+GROUP = 32
+MOST_EXPERTS = 4_096
+EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d{1,6})\.(?P<part>gate|up|down)_proj")
+STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
 
 
 def fp4_values(bytes_: Tensor) -> Tensor:
@@ -43,20 +43,57 @@ def open_fp4(module: Module, part: str) -> Reader | None:
         return None
     rows, width = module.shape
     values = module.take(part, ("U8",), (rows, -(-width // 2)))
-    num_groups = (*module.shape_of(".weight_scale")[1:], 0)[0]
-    if num_groups < 1 or width % num_groups:
-        problem = f"has {num_groups} groups, which a weight of {list(module.shape)} cannot have"
-        raise module.refuse(".weight_scale", f"{problem}; fetch the model again")
-    scales = module.take(".weight_scale", ("U8", "F8_E8M0", "F8_E4M3"), (rows, num_groups))
+    sizes = rows, module.num_groups(".weight_scale", 1)
+    scales = module.take(".weight_scale", ("U8", "F8_E8M0", "F8_E4M3"), sizes)
     name = next((name for name in (DIVISOR, FACTOR) if module.type_of(name)), None)
     whole = module.take(name, ("F32",), (), (1,)) if name is not None else None
-    return partial(_read, Stored(values, scales, whole), width)
+    return partial(_read, values, scales, whole, width)
 
 
-def _read(stored: Stored, width: int, rows: slice) -> Tensor:
-    values, scales = stored.values.read(rows), stored.scales.read(rows)
-    scales = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
-    if stored.whole is not None:
-        factor = stored.whole.read().reshape(())
-        scales = scales / factor if stored.whole.name.endswith(DIVISOR) else scales * factor
-    return dequantize(lambda some: fp4_values(values[some])[:, :width], Grid(scales), (len(values), width))
+def _read(values: Part, scales: Part, whole: Part | None, width: int, rows: slice) -> Tensor:
+    """whole: the scale of the tensor."""
+    raw, each = values.read(rows), scales.read(rows)
+    each = powers_of_two(each) if each.dtype == torch.uint8 else each.to(torch.float32)
+    if whole is not None:
+        factor = whole.read().reshape(())
+        each = each / factor if whole.name.endswith(DIVISOR) else each * factor
+    return dequantize(lambda some: fp4_values(raw[some])[:, :width], Grid(each), (len(raw), width))
+
+
+def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> float32 [..., groups * 32]."""
+    shape = (scales.shape[:-1].numel(), GROUP * scales.shape[-1])
+    flat, grid = blocks.reshape(shape[0], -1), Grid(powers_of_two(scales).reshape(shape[0], -1))
+    return dequantize(lambda some: fp4_values(flat[some]), grid, shape).view(*scales.shape[:-1], -1)
+
+
+def expert_names(name: str, shape: Shape) -> list[str]:
+    """The weights that a stacked tensor of blocks stands for."""
+    stem, _, part = name.removesuffix("_blocks").rpartition(".")
+    count = min(shape[0], MOST_EXPERTS) if shape and name.endswith("_blocks") else 0
+    kinds = [kind for kind, (stacked, _, _) in STACKED.items() if stacked == part]
+    return [f"{stem}.{i}.{kind}_proj.weight" for kind in kinds for i in range(count)]
+
+
+def open_mxfp4(module: Module) -> Reader | None:
+    """A weight of one expert, out of the stacked tensors; None for all others."""
+    name = EXPERT.fullmatch(module.stem)
+    if name is None:
+        return None
+    part, first, step = STACKED[name["part"]]
+    stacked = Module(module.where, module.found, f"{name['experts']}.{part}", module.shape, module.used)
+    if stacked.type_of("_blocks") is None:
+        return None
+    (rows, width), experts = module.shape, (*stacked.shape_of("_blocks"), 0)[0]
+    if int(name["index"]) >= experts or width % GROUP:
+        problem = f"has {experts} experts with groups of {GROUP}, where {module.stem} of {list(module.shape)}"
+        raise stacked.refuse("_blocks", f"{problem} is asked for; fetch the model again")
+    sizes = (experts, step * rows, width // GROUP)
+    blocks = stacked.take("_blocks", ("U8",), (*sizes, GROUP // 2))
+    scales = stacked.take("_scales", ("U8",), sizes)
+    return partial(_read_expert, blocks, scales, int(name["index"]), slice(first, None, step))
+
+
+def _read_expert(blocks: Part, scales: Part, expert: int, every: slice, rows: slice) -> Tensor:
+    stored = slice(rows.start * every.step, rows.stop * every.step)
+    return mxfp4_rows(blocks.read(expert, stored)[every], scales.read(expert, stored)[every])

@@ -7,23 +7,13 @@ Used by fp8 (DeepSeek, Qwen, fbgemm, ModelOpt) and by compressed-tensors' float-
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.loaders.quantized.parts import SCALES, Grid, Module, Part, Reader, Shape, dequantize
+from paceline.loaders.quantized.parts import INT8, SCALES, Grid, Module, Part, Reader, Shape, dequantize
 
-FLOAT8, INT8 = "F8_E4M3", "I8"
 NAMES = (".weight_scale_inv", ".weight_scale", ".scale")  # all of them multiply, whatever the first is called
-ZEROS = ".weight_zero_point"
-
-
-class Stored(NamedTuple):
-    weight: Part
-    scales: Part
-    zeros: Part | None
-    block: Shape  # rows and inputs of a scale
 
 
 def open_grid(module: Module, types: tuple[str, ...], blocks: tuple[Shape, ...] = ()) -> Reader | None:
@@ -34,8 +24,8 @@ def open_grid(module: Module, types: tuple[str, ...], blocks: tuple[Shape, ...] 
     name = next((name for name in NAMES if module.type_of(name)), NAMES[1])
     sizes = _grids(module.shape, module.shape_of(name), blocks)
     scales = module.take(name, SCALES, *sizes)
-    zeros = module.take(ZEROS, (INT8,), scales.shape) if module.type_of(ZEROS) else None
-    return partial(_read, Stored(weight, scales, zeros, sizes[scales.shape]), module.shape)
+    zeros = module.take_any(".weight_zero_point", (INT8,), scales.shape)
+    return partial(_read, weight, scales, zeros, sizes[scales.shape])
 
 
 def _grids(shape: Shape, found: Shape, blocks: tuple[Shape, ...]) -> dict[Shape, Shape]:
@@ -48,19 +38,15 @@ def _grids(shape: Shape, found: Shape, blocks: tuple[Shape, ...]) -> dict[Shape,
     return sizes
 
 
-def _read(stored: Stored, shape: Shape, rows: slice) -> Tensor:
-    weight, scales, zeros, (block, width) = stored
-    raw = weight.read(rows)
-    is_by_row = block == 1
-    grids = [_grid(each, rows, is_by_row) for each in (scales, zeros) if each is not None]
-    is_ragged = shape[1] % width != 0
-    groups = torch.arange(shape[1]) // width if is_ragged else None
-    first = 0 if is_by_row else rows.start
-    grid = Grid(grids[0], grids[1] if zeros else None, block, first, groups)
-    return dequantize(lambda some: raw[some], grid, (len(raw), shape[1]))
+def _read(weight: Part, scales: Part, zeros: Part | None, block: Shape, rows: slice) -> Tensor:
+    """block: rows and inputs of a scale."""
+    raw, (height, width), total = weight.read(rows), block, weight.shape[1]
 
+    def values(part: Part) -> Tensor:
+        """-> float32 [blocks of rows, groups]."""
+        read = (part.read(rows) if height == 1 else part.read()).to(torch.float32)
+        return read if read.ndim == 2 else read.reshape(-1, 1)
 
-def _grid(part: Part, rows: slice, is_by_row: bool) -> Tensor:
-    """-> float32 [blocks of rows, groups]."""
-    values = (part.read(rows) if is_by_row else part.read()).to(torch.float32)
-    return values if values.ndim == 2 else values.reshape(-1, 1)
+    groups, first = torch.arange(total) // width if total % width else None, 0 if height == 1 else rows.start
+    grid = Grid(values(scales), None if zeros is None else values(zeros), height, first, groups)
+    return dequantize(lambda some: raw[some], grid, (len(raw), total))

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.errors import ModelFileError
 from paceline.loaders.stored import StoredTensor, read_tensor
 
+FLOAT8, INT8 = "F8_E4M3", "I8"
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 STEP = 1 << 22  # values that are worked on at once
 Reader = Callable[[slice], Tensor]  # rows with a start and a stop -> float32 [rows, inputs]
@@ -58,6 +59,18 @@ class Module:
             raise ModelFileError(f"{file}: tensor {name} {problem}; fetch the model again")
         self.used.add(name)
         return Part(file, name, dtype, shape)
+
+    def take_any(self, part: str, types: tuple[str, ...], shape: Shape) -> Part | None:
+        """The same where there is such a tensor."""
+        return None if self.type_of(part) is None else self.take(part, types, shape)
+
+    def num_groups(self, part: str, axis: int, is_even: bool = True) -> int:
+        """Of inputs that have scales; is_even: all are of one size."""
+        count = (*self.shape_of(part)[axis:], 0)[0]
+        if count < 1 or (is_even and self.shape[1] % count):
+            problem = f"has {count} groups, which a weight of {list(self.shape)} cannot have"
+            raise self.refuse(part, f"{problem}; fetch the model again")
+        return count
 
     def refuse(self, part: str, problem: str) -> ModelFileError:
         return ModelFileError(f"{self.where}: tensor {self.stem}{part} {problem}")
@@ -107,25 +120,3 @@ def dequantize(codes: Callable[[slice], Tensor], grid: Grid, shape: tuple[int, i
         weights[rows] = codes(rows)
         grid.scale(weights[rows], rows)
     return weights
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, m] -> uint8 [n, m * 32 / bits], the lowest bits of a word first."""
-    copied = words.clone(memory_format=torch.contiguous_format)
-    wide = copied.view(torch.uint8)  # [n, m * 4]: of a word the lowest byte first
-    if bits == 8:
-        return wide
-    return torch.stack([(wide >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1).flatten(1)
-
-
-def group_index(part: Part, num_groups: int) -> Tensor | None:
-    """Which group each input is in; None if they are of equal size and follow each other."""
-    index = part.read().to(torch.int64)
-    if len(index) % num_groups == 0:
-        size = len(index) // num_groups
-        if torch.equal(index, torch.arange(len(index)) // size):
-            return None
-    if bool((index < 0).any() or (index >= num_groups).any()):
-        problem = f"names groups beyond the {num_groups} that have scales"
-        raise ModelFileError(f"{part.file}: tensor {part.name} {problem}; fetch the model again")
-    return index
