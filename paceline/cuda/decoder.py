@@ -101,7 +101,7 @@ class CudaDecoder:
     @property
     def _matrices(self) -> list[Matrix]:
         layers, head = self.weights.layers, self.weights.head
-        return [m for each in layers for m in (each.qkv, each.out, each.gate_up, each.down)] + [head]
+        return [m for each in layers for m in (each.qkv, each.out, *each.ffn.matrices)] + [head]
 
     @torch.inference_mode()
     def forward(

@@ -6,8 +6,9 @@ memory than the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from paceline.core.errors import ConfigError
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending, attend
 from paceline.cuda.batch import DeviceBatch
+from paceline.cuda.experts import DenseFfn, Experts
 from paceline.cuda.linear import Matrix
 from paceline.cuda.pack import pack
 from paceline.loaders.head_files import Head
 from paceline.models.attention import LayerCache
-from paceline.models.config import Activation, ModelConfig, RopeConfig
+from paceline.models.config import Activation, ExpertsConfig, ModelConfig, RopeConfig
 from paceline.models.rope import Angles, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,7 +34,7 @@ NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
 # What a model may have and these kernels do not do yet.
 MISSING = (
     "out_bias", "mlp_bias", "qk_norm_over_heads", "post_norm", "residual_scale", "logits_scale", "rotary_dim",
-    "attention_sinks", "gated_attention", "recurrent", "experts",
+    "attention_sinks", "gated_attention", "recurrent",
 )  # fmt: skip
 
 
@@ -45,10 +47,8 @@ class Layer(NamedTuple):
     out: Matrix
     after_attention: Tensor | None
     mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
+    ffn: DenseFfn | Experts
     after_mlp: Tensor | None
-    activation: Activation = "silu"
     window: int | None = None
     early_rows: int = PLAIN_ROWS  # up to which products let the next kernel start at their own start
 
@@ -70,7 +70,7 @@ class Layer(NamedTuple):
         is_early = PLAIN_ROWS < len(x) <= self.early_rows and self.out.weight.is_whole
         attended = self.out.parts(out.view(len(out), -1), is_early=is_early)
         rows.add_norm(x, attended, self.after_attention, self.mlp_norm, self.eps, normed)
-        return self.down.parts(self.gate_up(normed, self.activation))
+        return self.ffn(normed)
 
 
 class Weights(NamedTuple):
@@ -91,9 +91,9 @@ def dtype_of(name: str) -> torch.dtype:
 class WeightReader:
     """Tensors by their names, brought to the device."""
 
-    def __init__(self, read: Callable[[str], Tensor], names: Container[str], device: torch.device,
+    def __init__(self, read: Callable[..., Tensor], names: Container[str], device: torch.device,
                  dtype: torch.dtype, bits: int | None = None, is_exact: bool = False) -> None:  # fmt: skip
-        """read: a tensor of a name, float32; names: those there are; dtype: of activations."""
+        """read: a tensor of a name, or some rows, float32; names: those there are; dtype: of activations."""
         self._read, self._names, self.device = read, names, device
         self.dtype, self._bits, self._is_exact = dtype, bits, is_exact
 
@@ -112,19 +112,62 @@ class WeightReader:
 
     def matrix(self, *names: str) -> Matrix:
         """One matrix from the rows of several: one launch instead of three."""
-        dtype = self.dtype if self._bits is None else torch.float32
-        weight = torch.cat([self._read(f"{name}.weight").to(self.device).to(dtype) for name in names])
         has_bias = f"{names[0]}.bias" in self._names
-        biases = [self._read(f"{name}.bias").to(self.device).to(self.dtype) for name in names if has_bias]
-        return Matrix(pack(weight, self._bits or 16), torch.cat(biases) if biases else None, self._is_exact)
+        biases = [self._read(f"{name}.bias") for name in names if has_bias]
+        return self._stacked((self._read(f"{name}.weight") for name in names), biases)
+
+    def _stacked(self, weights: Iterable[Tensor], biases: list[Tensor]) -> Matrix:
+        dtype = self.dtype if self._bits is None else torch.float32
+        weight = torch.cat([each.to(self.device).to(dtype) for each in weights])
+        bias = torch.cat([each.to(self.device).to(self.dtype) for each in biases]) if biases else None
+        return Matrix(pack(weight, self._bits or 16), bias, self._is_exact)
+
+    def dense(self, prefix: str, activation: Activation = "silu") -> DenseFfn:
+        gate_up = self.matrix(f"{prefix}gate_proj", f"{prefix}up_proj")
+        return DenseFfn(gate_up, self.matrix(f"{prefix}down_proj"), activation)
+
+    def experts(self, prefix: str, config: ExpertsConfig, hidden: int, activation: Activation) -> Experts:
+        """One by one; an expert that every row wakes is several at the end, filled up with zeros."""
+        count, inner, read, own = config.count, config.inner, self._read, f"{prefix}experts."
+        halves, shared = ("gate_proj", "up_proj"), -(-config.shared_inner // config.inner)
+
+        def pieces(name: str, size: int) -> Iterable[Tensor]:
+            for e in range(count):
+                yield read(f"{own}{name}.weight", slice(e * size, (e + 1) * size))
+            if shared:
+                whole, extra = (
+                    read(f"{prefix}shared_expert.{name}.weight"),
+                    shared * inner - config.shared_inner,
+                )
+                filled = (0, 0, 0, extra) if name in halves else (0, extra)
+                yield from torch.nn.functional.pad(whole, filled).chunk(shared, int(name not in halves))
+
+        def rest(name: str) -> Tensor | None:
+            return read(f"{prefix}{name}").to(self.device) if f"{prefix}{name}" in self._names else None
+
+        both: list[Tensor] = []
+        downs = [read(f"{own}down_proj.bias")] if config.has_bias else []
+        if config.has_bias:
+            both = [torch.stack([read(f"{own}{name}.bias").view(count, -1) for name in halves], 1).flatten()]
+        routers = [rest("gate.weight"), rest("shared_expert_gate.weight")]
+        router = pack(torch.cat([each for each in routers if each is not None]), 32)
+        return Experts(
+            config,
+            Matrix(router, rest("gate.bias")),
+            rest("gate.e_score_correction_bias"),
+            torch.zeros(count + 1, dtype=torch.int32, device=self.device),
+            self._stacked(chain.from_iterable(zip(*(pieces(n, inner) for n in halves), strict=True)), both),
+            self._stacked(pieces("down_proj", hidden), downs),
+            activation,
+        )
 
     def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int) -> Angles:
         tables = rotary_tables(rope, head_dim, num_positions)
         return Angles(*(table.to(self.device).contiguous() for table in tables))
 
-    def layer(self, prefix: str, rotary: Angles, eps: float) -> Layer:
+    def layer(self, prefix: str, rotary: Angles, eps: float, ffn: DenseFfn | Experts | None = None) -> Layer:
         """Gemma norms what a block adds, too: then there are four norms."""
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         before, before_mlp, after_mlp = (self.norm_if_any(f"{prefix}{name}_layernorm") for name in NORMS)
         after = self.norm(f"{prefix}post_attention_layernorm")
         return Layer(
@@ -136,8 +179,7 @@ class WeightReader:
             out=self.matrix(f"{attention}o_proj"),
             after_attention=None if before_mlp is None else after,
             mlp_norm=after if before_mlp is None else before_mlp,
-            gate_up=self.matrix(f"{mlp}gate_proj", f"{mlp}up_proj"),
-            down=self.matrix(f"{mlp}down_proj"),
+            ffn=ffn or self.dense(f"{prefix}mlp."),
             after_mlp=after_mlp,
         )
 
@@ -163,8 +205,10 @@ def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.dev
     layers = []
     for i, rope in enumerate(ropes):
         window = config.sliding_window if config.is_local(i) else None
-        layer = reader.layer(f"layers.{i}.", tables[rope], config.rms_eps)
-        layers.append(layer._replace(activation=config.activation, window=window, early_rows=CHECKED_ROWS))
+        mlp, experts, act = f"layers.{i}.mlp.", config.experts_of(i), config.activation
+        ffn = reader.experts(mlp, experts, config.hidden_size, act) if experts else reader.dense(mlp, act)
+        layer = reader.layer(f"layers.{i}.", tables[rope], config.rms_eps, ffn)
+        layers.append(layer._replace(window=window, early_rows=CHECKED_ROWS))
     embedding = reader.table("embed_tokens")
     if config.tie_embeddings and dtype not in BITS:
         head = Matrix(pack(embedding, 16), None, exact)
