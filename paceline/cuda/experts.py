@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.cuda.linear import FLOATS, Matrix, add_up, expert_tile, splits_of
+from paceline.cuda.linear import Matrix, add_up, expert_tile, splits_of, tile_of
 from paceline.cuda.route import route
 from paceline.models.config import Activation, ExpertsConfig
 
@@ -36,7 +36,7 @@ class DenseFfn(NamedTuple):
 
 class Experts(NamedTuple):
     config: ExpertsConfig
-    router: Matrix  # [count, or one more: the shared experts' gate, hidden] float32
+    router: Matrix  # [count, or one more: the shared experts' gate, hidden] of the activations' dtype
     correction: Tensor | None  # [count] float32
     counts: Tensor  # [count + 1] int32: zeros between passes
     gate_up: Matrix  # [experts * 2 * inner, hidden]: those that every row wakes are the last
@@ -52,7 +52,8 @@ class Experts(NamedTuple):
         if len(x) > MOST_ROWS:
             return torch.cat([add_up(self(some), None, x.dtype) for some in x.split(MOST_ROWS)])[None]
         num_shared = self.gate_up.weight.shape[0] // (2 * self.config.inner) - self.config.count
-        logits = self.router.multiply(x, FLOATS, max(splits_of(self.router.weight, _SHORTEST), 2))
+        splits = max(splits_of(self.router.weight, _SHORTEST), 2)  # in several parts sums stay float32
+        logits = self.router.multiply(x, tile_of(len(x), self.router.weight, x.dtype, splits), splits)
         first, second = (expert_tile(len(x), each.weight, x.dtype) for each in (self.gate_up, self.down))
         grouped = route(logits, self.correction, self.counts, self.config, num_shared, first.block_t)
         gated = self.gate_up.multiply(x, first, 1, self.activation, grouped=grouped._replace(shares=None))

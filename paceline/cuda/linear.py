@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 _QUICK = Tile(8, 64, 2, 3, unroll=2)
-FLOATS = Tile(16, 128, 4, 2)  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
+_FLOATS = Tile(16, 128, 4, 2)  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
 
 
 class Grouped(NamedTuple):
@@ -56,7 +56,7 @@ UNGROUPED = Grouped(0, 1, None, None, None)
 def expert_tile(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile:
     """As wide as few of these rows make an expert's part of them."""
     if dtype == torch.float32:
-        return FLOATS
+        return _FLOATS
     block_t = 16 if num_rows <= 64 else 32 if num_rows <= FUSED_ROWS else 64
     return Tile(block_t, 64 if block_t == 16 else 128, 4, 6 if weight.is_whole and block_t == 16 else 4)
 
@@ -64,7 +64,7 @@ def expert_tile(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int) -> Tile:
     """Measured on an H200, whole steps in turns: of tiles that all give a row the same bits."""
     if dtype == torch.float32:
-        return FLOATS
+        return _FLOATS
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     if not weight.is_whole:
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
@@ -126,7 +126,7 @@ class Matrix(NamedTuple):
 
     def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> y [T, N] of x's dtype; with `activation`: act(first half of y) * second half."""
-        assert activation in (None, "silu", "gelu_tanh"), f"no activation {activation}"
+        assert activation in (None, "silu", "gelu_tanh", "clamped"), f"no activation {activation}"
         weight, bias, is_exact = self
         if len(x) > FUSED_ROWS and is_exact:
             return torch.cat([self(some, activation) for some in x.split(FUSED_ROWS)])
@@ -157,7 +157,7 @@ class Matrix(NamedTuple):
         num_rows, tiles = grouped.num_rows or num_inputs, grouped.tiles
         assert x.is_contiguous(), "rows of x lie one after another"
         assert width == weight.shape[1], f"x is {tuple(x.shape)}, the weight {weight.shape}"
-        fits = not weight.is_whole or weight.packed.dtype in (x.dtype, torch.float32)
+        fits = not weight.is_whole or x.dtype == weight.packed.dtype
         assert fits, f"x is {x.dtype}, the weight {weight.packed.dtype}"
         if weight.is_whole:  # [N, K]
             groups, rows = triton.cdiv(width, weight.group), num_outputs

@@ -150,7 +150,7 @@ def multiply(
                 weights = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0)
                 mask = is_row & (k < width)[:, None]
             inputs = tl.load(x + source[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, T]
-            sums = tl.dot(weights, inputs.to(weights.dtype), sums, input_precision="ieee")
+            sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:
             words, of_row = tl.load(lines + group * group_step), tl.load(scales + group * rows + n)[:, None]
             parts = _parts(words, of_row, BITS, ASSEMBLY, x.dtype.element_ty)
@@ -174,7 +174,7 @@ def multiply(
         gate, up = tl.split(halves)
         n, size = (tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None], num_outputs // 2
         place, mask = line * size + n, is_row & (n < size)
-        result = activated(gate, up, ACTIVATION == "silu").to(out.dtype.element_ty)
+        result = activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
     else:
         n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         place, mask = line * num_outputs + n, is_row & (n < num_outputs)
@@ -196,7 +196,7 @@ def add_parts(
     line = parts + row * num_outputs + n
     result = added_up(line, step, mask, SPLITS, dtype)
     if ACTIVATION is not None:
-        result = activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION == "silu")
+        result = activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION)
     tl.store(out + row * size + n, result.to(dtype), mask=mask)
 
 

@@ -67,12 +67,21 @@ def _cut(
         tl.store(tiles + 3 * (start + e) + 2, 0, mask=start + e < most)
 
 
+@triton.jit
+def _put(tiles: tensor, order: tensor, at: tensor, expert: tensor, mask: tensor) -> None:
+    """Tile `at` is of this expert and has row `at` of the result alone."""
+    tl.store(tiles + 3 * at, expert, mask=mask)
+    tl.store(tiles + 3 * at + 1, at, mask=mask)
+    tl.store(tiles + 3 * at + 2, 1, mask=mask)
+    tl.store(order + at, at, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "most"])
 def choose(
     logits: tensor, correction: tensor, counts: tensor, tiles: tensor, order: tensor, shares: tensor,
     num_rows: tensor, most: tensor, scale: tensor, COUNT: constexpr, PER_TOKEN: constexpr, GROUPS: constexpr,
     TOP_GROUPS: constexpr, SHARED: constexpr, HAS_GATE: constexpr, NORMALIZES: constexpr, SPLITS: constexpr,
-    BLOCK_T: constexpr, BLOCK: constexpr,
+    BLOCK_T: constexpr, BLOCK: constexpr, IS_ALONE: constexpr,
 ) -> None:  # fmt: skip
     """logits [SPLITS, T, COUNT, or one more: of the shared experts' gate] -> one row's."""
     let_next_start()
@@ -98,8 +107,11 @@ def choose(
     if NORMALIZES:
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), 0) + TINY
     tl.store(shares + to, scores * scale, mask=is_chosen)
-    place = tl.atomic_add(counts + e, 1, mask=is_chosen)
-    tl.store(order + e * num_rows + place, to, mask=is_chosen)
+    if IS_ALONE:  # each of its experts has one tile, of one row: no program waits for another
+        _put(tiles, order, ranks, e, is_chosen)
+    else:
+        place = tl.atomic_add(counts + e, 1, mask=is_chosen)
+        tl.store(order + e * num_rows + place, to, mask=is_chosen)
     if SHARED > 0:
         share = tl.sum(tl.full((1,), 1.0, tl.float32), 0)
         if HAS_GATE:
@@ -107,11 +119,15 @@ def choose(
         for i in tl.static_range(SHARED):
             to = (PER_TOKEN + i) * num_rows + row
             tl.store(shares + to, share)
-            tl.store(order + (COUNT + i) * num_rows + row, to)
-    tl.debug_barrier()
-    if tl.atomic_add(counts + COUNT, 1, sem="acq_rel", scope="gpu") == num_rows - 1:
-        _cut(counts, tiles, num_rows, most, COUNT, SHARED, BLOCK_T, BLOCK)
-        tl.store(counts + COUNT, 0)
+            if IS_ALONE:
+                _put(tiles, order, to, COUNT + i, row >= 0)
+            else:
+                tl.store(order + (COUNT + i) * num_rows + row, to)
+    if not IS_ALONE:
+        tl.debug_barrier()
+        if tl.atomic_add(counts + COUNT, 1, sem="acq_rel", scope="gpu") == num_rows - 1:
+            _cut(counts, tiles, num_rows, most, COUNT, SHARED, BLOCK_T, BLOCK)
+            tl.store(counts + COUNT, 0)
 
 
 def num_tiles(num_rows: int, num_experts: int, block_t: int) -> int:
@@ -137,6 +153,6 @@ def route(
     choose[num_rows,](
         logits, correction, counts, tiles, order, shares, num_rows, most, config.scale, config.count,
         config.per_token, config.groups, config.top_groups, num_shared, width - config.count,
-        config.normalizes, parts, block_t, block, num_warps=1 if block <= 256 else 4, **LAUNCH,
+        config.normalizes, parts, block_t, block, num_rows == 1, num_warps=1 if block <= 256 else 4, **LAUNCH,
     )  # fmt: skip
     return Grouped(count, total, tiles, order, shares)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.core.errors import ConfigError
 from paceline.cuda import rows
-from paceline.cuda.attention import Attending, attend
+from paceline.cuda.attention import LOG2_E, Attending, attend
 from paceline.cuda.batch import DeviceBatch
 from paceline.cuda.experts import DenseFfn, Experts
 from paceline.cuda.linear import Matrix
@@ -33,8 +34,7 @@ PLAIN_ROWS, CHECKED_ROWS = 8, 64
 NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
 # What a model may have and these kernels do not do yet.
 MISSING = (
-    "out_bias", "mlp_bias", "qk_norm_over_heads", "post_norm", "residual_scale", "logits_scale", "rotary_dim",
-    "attention_sinks", "gated_attention", "recurrent",
+    "post_norm", "gated_attention", "recurrent",
 )  # fmt: skip
 
 
@@ -50,6 +50,8 @@ class Layer(NamedTuple):
     ffn: DenseFfn | Experts
     after_mlp: Tensor | None
     window: int | None = None
+    sinks: Tensor | None = None  # [heads] float32, times log2(e)
+    scale: float = 1.0  # of what attention and the ffn add
     early_rows: int = PLAIN_ROWS  # up to which products let the next kernel start at their own start
 
     def queries(self, x: Tensor, where: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
@@ -66,10 +68,10 @@ class Layer(NamedTuple):
         """Add attention of the queries q to the residual stream x [T, hidden] -> [parts, T, hidden]: what the
         MLP adds. `normed` [T, hidden] is overwritten."""
         out = torch.empty_like(q)
-        attend(q, cache, batch, how._replace(window=self.window), out)
+        attend(q, cache, batch, how._replace(window=self.window, sinks=self.sinks), out)
         is_early = PLAIN_ROWS < len(x) <= self.early_rows and self.out.weight.is_whole
         attended = self.out.parts(out.view(len(out), -1), is_early=is_early)
-        rows.add_norm(x, attended, self.after_attention, self.mlp_norm, self.eps, normed)
+        rows.add_norm(x, attended, self.after_attention, self.mlp_norm, self.eps, normed, self.scale)
         return self.ffn(normed)
 
 
@@ -103,6 +105,10 @@ class WeightReader:
     def norm(self, name: str) -> Tensor:
         """float32."""
         return self._read(f"{name}.weight").to(self.device).contiguous()
+
+    def rest(self, name: str, scale: float = 1.0) -> Tensor | None:
+        """float32, if there is any."""
+        return scale * self._read(name).to(self.device) if name in self._names else None
 
     def norm_if_any(self, name: str) -> Tensor | None:
         return self.norm(name) if self.has(name) else None
@@ -140,30 +146,30 @@ class WeightReader:
                     shared * inner - config.shared_inner,
                 )
                 filled = (0, 0, 0, extra) if name in halves else (0, extra)
-                yield from torch.nn.functional.pad(whole, filled).chunk(shared, int(name not in halves))
-
-        def rest(name: str) -> Tensor | None:
-            return read(f"{prefix}{name}").to(self.device) if f"{prefix}{name}" in self._names else None
+                yield from functional.pad(whole, filled).chunk(shared, int(name not in halves))
 
         both: list[Tensor] = []
         downs = [read(f"{own}down_proj.bias")] if config.has_bias else []
         if config.has_bias:
             both = [torch.stack([read(f"{own}{name}.bias").view(count, -1) for name in halves], 1).flatten()]
-        routers = [rest("gate.weight"), rest("shared_expert_gate.weight")]
-        router = pack(torch.cat([each for each in routers if each is not None]), 32)
+        routers = [self.rest(f"{prefix}{name}.weight") for name in ("gate", "shared_expert_gate")]
+        router = pack(torch.cat([each for each in routers if each is not None]).to(self.dtype), 16)
         return Experts(
             config,
-            Matrix(router, rest("gate.bias")),
-            rest("gate.e_score_correction_bias"),
+            Matrix(router, self.rest(f"{prefix}gate.bias")),
+            self.rest(f"{prefix}gate.e_score_correction_bias"),
             torch.zeros(count + 1, dtype=torch.int32, device=self.device),
             self._stacked(chain.from_iterable(zip(*(pieces(n, inner) for n in halves), strict=True)), both),
             self._stacked(pieces("down_proj", hidden), downs),
             activation,
         )
 
-    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int) -> Angles:
-        tables = rotary_tables(rope, head_dim, num_positions)
-        return Angles(*(table.to(self.device).contiguous() for table in tables))
+    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int = 0) -> Angles:
+        """What does not turn has angles of zero."""
+        turned = rotary_dim or head_dim
+        tables, extra = rotary_tables(rope, turned, num_positions), (head_dim - turned) // 2
+        filled = (functional.pad(table, (0, extra), value=i) for table, i in zip(tables, (1, 0), strict=True))
+        return Angles(*(table.to(self.device).contiguous() for table in filled))
 
     def layer(self, prefix: str, rotary: Angles, eps: float, ffn: DenseFfn | Experts | None = None) -> Layer:
         """Gemma norms what a block adds, too: then there are four norms."""
@@ -180,6 +186,7 @@ class WeightReader:
             after_attention=None if before_mlp is None else after,
             mlp_norm=after if before_mlp is None else before_mlp,
             ffn=ffn or self.dense(f"{prefix}mlp."),
+            sinks=self.rest(f"{attention}sinks", LOG2_E),
             after_mlp=after_mlp,
         )
 
@@ -195,20 +202,37 @@ def check_config(config: ModelConfig) -> None:
         raise ConfigError(f"the GPU kernels do not do {what}; use device='cpu', or kernels='torch'")
 
 
+def turned_apart(config: ModelConfig, read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Kernels turn numbers that are half a head apart. Where only the first of a head turn, queries and keys
+    are put in another order, alike, so that no score changes: what does not turn comes after either half."""
+    dim, half = config.head_dim, config.rotary_width // 2
+    one, other = torch.arange(dim).split((half + dim // 2, dim // 2 - half))
+    order = torch.cat([one[:half], one[2 * half :], one[half : 2 * half], other])
+
+    def ordered(name: str, *rows: slice) -> Tensor:
+        is_turned = any(f"self_attn.{each}" in name for each in ("q_proj", "k_proj", "q_norm", "k_norm"))
+        tensor = read(name, *rows)
+        return tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1) if is_turned else tensor
+
+    return ordered if 2 * half < dim else read
+
+
 def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:
     """Of a checkpoint."""
     check_config(config)
     names, activations = config.weight_names(), dtype_of(dtype)
-    reader = WeightReader(source.tensor, names, device, activations, BITS.get(dtype), exact)
+    read = turned_apart(config, source.tensor)
+    reader = WeightReader(read, names, device, activations, BITS.get(dtype), exact)
     ropes = [config.rope_of(i) for i in range(config.num_layers)]
-    tables = {rope: reader.rotary(rope, config.head_dim, config.max_context) for rope in set(ropes)}
+    widths = (config.head_dim, config.max_context, config.rotary_width)
+    tables = {rope: reader.rotary(rope, *widths) for rope in set(ropes)}
     layers = []
     for i, rope in enumerate(ropes):
         window = config.sliding_window if config.is_local(i) else None
         mlp, experts, act = f"layers.{i}.mlp.", config.experts_of(i), config.activation
         ffn = reader.experts(mlp, experts, config.hidden_size, act) if experts else reader.dense(mlp, act)
         layer = reader.layer(f"layers.{i}.", tables[rope], config.rms_eps, ffn)
-        layers.append(layer._replace(window=window, early_rows=CHECKED_ROWS))
+        layers.append(layer._replace(window=window, scale=config.residual_scale, early_rows=CHECKED_ROWS))
     embedding = reader.table("embed_tokens")
     if config.tie_embeddings and dtype not in BITS:
         head = Matrix(pack(embedding, 16), None, exact)

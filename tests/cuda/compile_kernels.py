@@ -24,7 +24,7 @@ ADVANCE = [BATCH, I64, I64, I32, "i32", BATCH, *OF_HEAD, *[I32] * 3, 5, 8, 2, 2,
 
 
 def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
-    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, *[I32] * 6, I64, counters)
+    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, *[I32] * 6, I64, FP32, counters)
     return [*pointers, "fp32", *["i32"] * 4, 8, 4, 128, 128, 16, 16, *how]
 
 
@@ -57,9 +57,8 @@ CASES: list[tuple[Any, list[Any]]] = [
     (multiply.multiply, multiplying(I16, 4, None)),
     (multiply.multiply, multiplying(BF16, 16, "silu", is_grouped=True)),
     (multiply.multiply, multiplying(I16, 8, None, is_grouped=True)),
-    (multiply.multiply, multiplying(FP32, 32, None)),
-    (route.choose, choosing(None, 128, 8, 1, 1, 0, 0, True, 16, 16, 128)),
-    (route.choose, choosing(FP32, 12, 3, 4, 2, 2, 1, False, 2, 64, 16)),
+    (route.choose, choosing(None, 128, 8, 1, 1, 0, 0, True, 16, 16, 128, True)),
+    (route.choose, choosing(FP32, 12, 3, 4, 2, 2, 1, False, 2, 64, 16, False)),
 ]
 
 
