@@ -58,7 +58,9 @@ def expert_tile(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile
     if dtype == torch.float32:
         return _FLOATS
     block_t = 16 if num_rows <= 64 else 32 if num_rows <= FUSED_ROWS else 64
-    return Tile(block_t, 64 if block_t == 16 else 128, 4, 6 if weight.is_whole and block_t == 16 else 4)
+    if block_t == 16:
+        return Tile(16, 64, 4, 6 if weight.is_whole else 4)
+    return Tile(block_t, 128, 4, 4 if weight.is_whole else 3)
 
 
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int) -> Tile:

@@ -84,11 +84,7 @@ class Pair:
         # what a dummy has in some rows depends on which are read, and experts are read one by one
         source: Any = RandomCheckpoint(config) if config.experts else DummyCheckpoint(config)
         ours = CudaDecoder.load(
-            source,
-            dtype="float32",
-            device=str(device),
-            capture=capture_on(device),
-            **options,
+            source, dtype="float32", device=str(device), capture=capture_on(device), **options
         )
         theirs = Decoder.load(source)
         oracle = LocalExecutor(TorchBackend(CPU), theirs, KvMemory(config, 32))
