@@ -5,7 +5,6 @@ compiled row's bits never depend on its company.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,13 +321,6 @@ def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path) -> None:
     ).abs().max() < 1e-4
     with pytest.raises(ConfigError, match="multiple of 16, not 40; use kernels='torch'"):
         CpuDecoder.load(narrow, "int8", use_cache=False)
-
-
-def test_gpus_refuse_experts() -> None:
-    weights = pytest.importorskip("paceline.cuda.weights")
-    config = replace(EXPERTS, max_context=8)
-    with pytest.raises(ConfigError, match="experts"):
-        weights.load_weights(RandomCheckpoint(config), config, "float32", torch.device("cpu"), False)
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)

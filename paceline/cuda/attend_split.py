@@ -201,13 +201,14 @@ def _split_of(place: tensor, near_size: tensor, far_size: tensor) -> tensor:
 def attend_split(
     q: tensor, keys: tensor, values: tensor, out: tensor, peaks: tensor, totals: tensor, sums: tensor,
     ends: tensor, starts: tensor, prefix_lens: tensor, slots: tensor, positions: tensor, tables: tensor,
-    masks: tensor, counters: tensor, scale: tensor, num_requests: tensor, table_stride: tensor,
+    masks: tensor, sinks: tensor, counters: tensor, scale: tensor, num_requests: tensor, table_stride: tensor,
     num_words: tensor, num_splits: tensor, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
     PADDED: constexpr, REQUESTS: constexpr, BLOCK_M: constexpr, WINDOW: constexpr, NEAR_SIZE: constexpr,
     FAR_SIZE: constexpr, IS_WHOLE: constexpr, NUM_LOOPS: constexpr, HAS_SHORT: constexpr,
     IS_EARLY: constexpr, COUNT: constexpr, CHUNK: constexpr, IS_LATE: constexpr,
 ) -> None:  # fmt: skip
-    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
+    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two. So
+    have `sinks`, if any: of each head a score without a value, in the split where a row stands itself.
     `counters`, if any: one a tile and KV head, by which the last program knows that it adds the splits;
     without them `ends` says, of each row and head, how many splits there are to add."""
     if not IS_LATE:
@@ -262,7 +263,12 @@ def attend_split(
             tl.store(peaks + at_split, peak, mask=is_row & (split < last_split))
         return
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
-    state = (peak, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32))
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks is not None:
+        home = _split_of(prefix + row - start, NEAR_SIZE, FAR_SIZE) if NEAR_SIZE else last_split + 0 * row
+        sink = tl.load(sinks + kv_head * GROUP + m % GROUP)
+        peak, total = tl.where(home == split, sink, peak), tl.where(home == split, 1.0, total)
+    state = (peak, total, tl.zeros((BLOCK_M, PADDED), tl.float32))
     table, fresh, places = tables + request, slots + start, positions + start
     peak, total, acc = _fold_tiles(
         of_query, is_query, lowest, scale, state,

@@ -63,6 +63,7 @@ class Attending(NamedTuple):
     window: int | None = None
     is_prefix_old: bool = True  # its keys were there before a product that let nothing start early
     is_exact: bool = False  # the bits of a chain's row depend on its own context alone; not so a tree's
+    sinks: Tensor | None = None  # [heads] float32: scores without values, times log2(e)
     counters: Tensor | None = None  # [any] int32, zero before and after; shared by passes of one stream
 
 
@@ -128,8 +129,8 @@ def attend(
     attend_split[(num_tiles, kv_heads, num_splits)](
         q, keys, values, out, peaks, totals, sums, ends,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
-        counters if is_added else None, how.scale * LOG2_E, num_requests, batch.block_tables.shape[1],
-        batch.masks.shape[1], num_splits,
+        how.sinks, counters if is_added else None, how.scale * LOG2_E, num_requests,
+        batch.block_tables.shape[1], batch.masks.shape[1], num_splits,
         kv_heads, group, dim, padded, searched, tiling.block_m, how.window or 0, tiling.near_size,
         tiling.far_size, num_splits == 1, tiling.num_loops, tiling.has_short,
         tiling.has_short and how.is_prefix_old, tiling.by_last if is_added else 0,

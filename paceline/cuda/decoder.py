@@ -65,6 +65,7 @@ class CudaDecoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, capture: Capture, is_exact: bool) -> None:
         self.config, self.weights, self.device, self.is_exact = config, weights, weights.norm.device, is_exact
+        self._last_norm = weights.norm * config.logits_scale
         self.capture = capture  # of all that is recorded on this device: recordings share its memory
         self._graphs = Graphs(capture)
         self.num_blocks = batches.blocks_for(config.max_context)  # of one request, at most
@@ -101,7 +102,7 @@ class CudaDecoder:
     @property
     def _matrices(self) -> list[Matrix]:
         layers, head = self.weights.layers, self.weights.head
-        return [m for each in layers for m in (each.qkv, each.out, each.gate_up, each.down)] + [head]
+        return [m for each in layers for m in (each.qkv, each.out, *each.ffn.matrices)] + [head]
 
     @torch.inference_mode()
     def forward(
@@ -164,14 +165,14 @@ class CudaDecoder:
         """-> logits [L, vocab], the picked tokens or None, hidden states [layers, T, hidden] or None."""
         weights, eps, (bucket, depth, wished, num_wanted) = self.weights, self.config.rms_eps, spec
         batch, layers = DeviceBatch.of(at), weights.layers[:depth]
-        norms = [*(layer.attention_norm for layer in layers), weights.norm]
+        norms = [*(layer.attention_norm for layer in layers), self._last_norm]
         x = rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, self._picks)
         hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
         how = Attending(self.config.scale, bucket.max_rows)
         how = how._replace(is_exact=self.is_exact, counters=self._counters)
         normed, added, after = torch.empty_like(x), None, None
         for i, norm in enumerate(norms):
-            rows.add_norm(x, added, after, norm, eps, normed)
+            rows.add_norm(x, added, after, norm, eps, normed, self.config.residual_scale)
             if hidden is not None and i in wished:
                 hidden[wished.index(i)] = x
             if i < depth:

@@ -38,12 +38,36 @@ class Tile(NamedTuple):
 
 
 _QUICK = Tile(8, 64, 2, 3, unroll=2)
+_FLOATS = Tile(16, 128, 4, 2)  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
+
+
+class Grouped(NamedTuple):
+    """Rows of a result by their experts; row t is of row t modulo the rows of x (cuda/route.py)."""
+
+    num_rows: int  # of the result
+    num_experts: int  # that W has
+    tiles: Tensor | None  # [most, 3] int32: the expert, the first entry of `order`, how many; none: no tile
+    order: Tensor | None  # int32: rows of the result
+    shares: Tensor | None  # [num_rows] float32: what they are multiplied by
+
+
+UNGROUPED = Grouped(0, 1, None, None, None)
+
+
+def expert_tile(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile:
+    """As wide as few of these rows make an expert's part of them."""
+    if dtype == torch.float32:
+        return _FLOATS
+    block_t = 16 if num_rows <= 64 else 32 if num_rows <= FUSED_ROWS else 64
+    if block_t == 16:
+        return Tile(16, 64, 4, 6 if weight.is_whole else 4)
+    return Tile(block_t, 128, 4, 4 if weight.is_whole else 3)
 
 
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int) -> Tile:
     """Measured on an H200, whole steps in turns: of tiles that all give a row the same bits."""
-    if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
-        return Tile(16, 128, 4, 2)
+    if dtype == torch.float32:
+        return _FLOATS
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     if not weight.is_whole:
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
@@ -108,7 +132,7 @@ class Matrix(NamedTuple):
 
     def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> y [T, N] of x's dtype; with `activation`: act(first half of y) * second half."""
-        assert activation in (None, "silu", "gelu_tanh"), f"no activation {activation}"
+        assert activation in (None, "silu", "gelu_tanh", "clamped"), f"no activation {activation}"
         weight, bias, is_exact = self
         if len(x) > FUSED_ROWS and is_exact:
             return torch.cat([self(some, activation) for some in x.split(FUSED_ROWS)])
@@ -117,8 +141,8 @@ class Matrix(NamedTuple):
             return whole if activation is None else add_up(whole[None], activation, x.dtype)
         tile, splits = way_of(len(x), weight, x.dtype, is_exact)
         if splits == 1:
-            return self._multiply(x, tile, 1, activation)[0]
-        return add_up(self._multiply(x, tile, splits), activation, x.dtype)
+            return self.multiply(x, tile, 1, activation)[0]
+        return add_up(self.multiply(x, tile, splits), activation, x.dtype)
 
     def parts(self, x: Tensor, *, is_early: bool = False) -> Tensor:
         """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:
@@ -127,14 +151,16 @@ class Matrix(NamedTuple):
         tile, splits = way_of(len(x), self.weight, x.dtype, self.is_exact)
         if splits == 1 or len(x) > FUSED_ROWS:
             return self(x)[None]
-        return self._multiply(x, tile, splits, is_early=is_early)
+        return self.multiply(x, tile, splits, is_early=is_early)
 
-    def _multiply(
-        self, x: Tensor, tile: Tile, splits: int, gate: Activation | None = None, is_early: bool = False
-    ) -> Tensor:
-        """x [T, K] -> [splits, T, N], or [1, T, N / 2] with a gate."""
+    def multiply(
+        self, x: Tensor, tile: Tile, splits: int, gate: Activation | None = None, is_early: bool = False,
+        grouped: Grouped = UNGROUPED,
+    ) -> Tensor:  # fmt: skip
+        """x [T, K] -> [splits, T, N], or [1, T, N / 2] with a gate; grouped: [1, its rows, N or N / 2]."""
         weight, bias, _ = self
-        (num_rows, width), num_outputs = x.shape, weight.shape[0]
+        (num_inputs, width), num_outputs = x.shape, weight.shape[0] // grouped.num_experts
+        num_rows, tiles = grouped.num_rows or num_inputs, grouped.tiles
         assert x.is_contiguous(), "rows of x lie one after another"
         assert width == weight.shape[1], f"x is {tuple(x.shape)}, the weight {weight.shape}"
         fits = not weight.is_whole or x.dtype == weight.packed.dtype
@@ -147,16 +173,16 @@ class Matrix(NamedTuple):
             group_step = rows * row_step
         halves = 1 if gate is None else 2
         per_tile, size = tile.block_n // halves, num_outputs // halves
-        dtype = x.dtype if splits == 1 else torch.float32
+        dtype = x.dtype if splits == 1 and grouped.shares is None else torch.float32
         out = torch.empty((splits, num_rows, size), dtype=dtype, device=x.device)
         is_filled, is_whole = size % per_tile == 0, width % weight.group == 0
         # Weights may be asked for before the kernel that computes x has ended. After a product, as before a
         # layer's last, which is wider than high, there is no time for it; small integers gain nothing.
-        has_time = weight.bits == 16 and num_outputs >= width
-        grid = (triton.cdiv(num_rows, tile.block_t), triton.cdiv(size, per_tile), splits)
-        multiply[grid](
-            x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits,
-            row_step, group_step,
+        has_time = weight.bits == 16 and num_outputs >= width and tiles is None
+        num_tiles = triton.cdiv(num_rows, tile.block_t) if tiles is None else len(tiles)
+        multiply[num_tiles, triton.cdiv(size, per_tile), splits](
+            x, weight.packed, weight.scales, bias, out, tiles, grouped.order, grouped.shares, num_rows,
+            num_inputs, num_outputs, width, rows, groups, splits, row_step, group_step,
             BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n,
             STAGES=tile.stages, WHOLE=is_whole, FILLED=is_filled,
             ASSEMBLY=x.dtype == torch.bfloat16 and not INTERPRETED, ACTIVATION=gate, UNROLL=tile.unroll,

@@ -94,24 +94,34 @@ def _rows_of_tile(
     return n
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_inputs", "splits"])
 def multiply(
-    x: tensor, packed: tensor, scales: tensor, bias: tensor, out: tensor, num_rows: tensor,
-    num_outputs: tensor, width: tensor, rows: tensor, groups: tensor, splits: tensor, row_step: tensor,
-    group_step: tensor, BITS: constexpr, GROUP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr,
-    STAGES: constexpr, WHOLE: constexpr, FILLED: constexpr, ASSEMBLY: constexpr, ACTIVATION: constexpr,
-    UNROLL: constexpr, AHEAD: constexpr, THREADS: constexpr, IS_EARLY: constexpr,
+    x: tensor, packed: tensor, scales: tensor, bias: tensor, out: tensor, tiles: tensor, order: tensor,
+    shares: tensor, num_rows: tensor, num_inputs: tensor, num_outputs: tensor, width: tensor, rows: tensor,
+    groups: tensor, splits: tensor, row_step: tensor, group_step: tensor, BITS: constexpr, GROUP: constexpr,
+    BLOCK_T: constexpr, BLOCK_N: constexpr, STAGES: constexpr, WHOLE: constexpr, FILLED: constexpr,
+    ASSEMBLY: constexpr, ACTIVATION: constexpr, UNROLL: constexpr, AHEAD: constexpr, THREADS: constexpr,
+    IS_EARLY: constexpr,
 ) -> None:  # fmt: skip
-    """x [T, K], packed (steps to the next row and group) -> out [splits, T, N]; gated: [T, N / 2]."""
+    """x [T, K], packed (steps to the next row and group) -> out [splits, T, N]; gated: [T, N / 2]. With tiles
+    (cuda/route.py) W has the rows of experts one below the other, row t of `out` is of row t % num_inputs of
+    x, and it is multiplied by its share."""
     if IS_EARLY:
         let_next_start()
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
     GATED: tl.constexpr = ACTIVATION is not None
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, GATED, FILLED)
-    j = tl.arange(0, WORDS)
+    j, source, is_row = tl.arange(0, WORDS), t, (t < num_rows)[None, :]
+    if tiles is not None:
+        wait_for_previous()
+        tile = tiles + 3 * tl.program_id(0)
+        count, at = tl.load(tile + 2), tl.arange(0, BLOCK_T)
+        if count == 0:
+            return
+        t = tl.load(order + tl.load(tile + 1) + at, mask=at < count, other=0)
+        source, is_row, n = t % num_inputs, (at < count)[None, :], n + tl.load(tile) * num_outputs
     lines = packed + n[:, None].to(tl.int64) * row_step + j[None, :]
-    is_row = (t < num_rows)[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
     # With few rows it is bound by instructions: fewer of those that only keep the loop going.
@@ -129,7 +139,8 @@ def multiply(
         tl.inline_asm_elementwise(
             _FETCH, "=r,l,r", [runs.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1
         )
-    wait_for_previous()
+    if tiles is None:
+        wait_for_previous()
     for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if BITS >= 16:
             k = group * GROUP + j
@@ -138,7 +149,7 @@ def multiply(
             else:
                 weights = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0)
                 mask = is_row & (k < width)[:, None]
-            inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
+            inputs = tl.load(x + source[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, T]
             sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:
             words, of_row = tl.load(lines + group * group_step), tl.load(scales + group * rows + n)[:, None]
@@ -148,20 +159,22 @@ def multiply(
             for i in tl.static_range(16 // BITS):
                 k = group * GROUP + i * WORDS + j
                 mask = is_row if WHOLE else is_row & (k < width)[:, None]
-                inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, T]
+                inputs = tl.load(x + source[None, :] * width + k[:, None], mask=mask, other=0.0)
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
             sums = of_group if FEW else sums + of_group
     if not IS_EARLY:
         let_next_start()
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
+    if shares is not None:
+        sums *= tl.load(shares + t)[None, :]
     result, line = sums.to(out.dtype.element_ty), (split * num_rows + t)[None, :]
     if GATED:
         halves = tl.permute(tl.reshape(result.to(tl.float32), (2, BLOCK_N // 2, BLOCK_T)), (1, 2, 0))
         gate, up = tl.split(halves)
         n, size = (tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None], num_outputs // 2
         place, mask = line * size + n, is_row & (n < size)
-        result = activated(gate, up, ACTIVATION == "silu").to(out.dtype.element_ty)
+        result = activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
     else:
         n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         place, mask = line * num_outputs + n, is_row & (n < num_outputs)
@@ -183,7 +196,7 @@ def add_parts(
     line = parts + row * num_outputs + n
     result = added_up(line, step, mask, SPLITS, dtype)
     if ACTIVATION is not None:
-        result = activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION == "silu")
+        result = activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION)
     tl.store(out + row * size + n, result.to(dtype), mask=mask)
 
 

@@ -19,8 +19,10 @@ from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.core import types
+from paceline.models import layer
 from paceline.models.attention import LayerCache
 
+CLAMP, SLOPE = tl.constexpr(layer.CLAMP), tl.constexpr(layer.SLOPE)
 BLOCK_SIZE, SCALE_BYTES = tl.constexpr(types.BLOCK_SIZE), tl.constexpr(types.SCALE_BYTES)
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
@@ -74,7 +76,7 @@ def normed(x: tensor, weight: tensor, eps: tensor, size: constexpr) -> tensor:
 @triton.jit
 def _add_norm(
     x_ptr: tensor, added_ptr: tensor, after_ptr: tensor, weight_ptr: tensor, out_ptr: tensor, eps: tensor,
-    hidden: constexpr, splits: constexpr, block: constexpr,
+    scale: tensor, hidden: constexpr, splits: constexpr, block: constexpr,
 ) -> None:  # fmt: skip
     let_next_start()
     start = tl.program_id(0).to(tl.int64) * hidden
@@ -90,7 +92,7 @@ def _add_norm(
         if after_ptr is not None:
             after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
             added = normed(added, after, eps, hidden).to(dtype).to(tl.float32)
-        total = (x + added).to(dtype)
+        total = (x + (added * scale).to(dtype).to(tl.float32)).to(dtype)
         tl.store(x_ptr + start + at, total, mask=inside)
         x = total.to(tl.float32)
     out = normed(x, weight, eps, hidden)
@@ -104,8 +106,9 @@ def add_norm(
     weight: Tensor,  # [hidden]
     eps: float,
     out: Tensor,  # [T, hidden]
+    scale: float = 1.0,
 ) -> None:
-    """x += added, then out = rms_norm(x) * weight."""
+    """x += scale * added, then out = rms_norm(x) * weight."""
     num_rows, hidden = x.shape
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
@@ -114,7 +117,7 @@ def add_norm(
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
     weights, sizes = (after_weight, weight), (hidden, splits, block)
     warps = min(max(block // 512, 1), 16)  # 16 elements a thread, until there are 16 warps
-    _add_norm[(num_rows,)](x, added, *weights, out, eps, *sizes, num_warps=warps, **LAUNCH)
+    _add_norm[(num_rows,)](x, added, *weights, out, eps, scale, *sizes, num_warps=warps, **LAUNCH)
 
 
 @triton.jit
@@ -122,9 +125,10 @@ def _place(
     qkv_ptr: tensor, positions_ptr: tensor, slots_ptr: tensor, cos_ptr: tensor, sin_ptr: tensor,
     keys_ptr: tensor, values_ptr: tensor, q_norm_ptr: tensor, k_norm_ptr: tensor, q_out_ptr: tensor,
     eps: tensor, num_q: constexpr, num_kv: constexpr, dim: constexpr, splits: constexpr,
-    half_block: constexpr, group: constexpr,
+    half_block: constexpr, group: constexpr, row_block: constexpr,
 ) -> None:  # fmt: skip
-    """A tile is `group` heads by half a head: both halves turn together. Heads: queries, keys, values."""
+    """A tile is `group` heads by half a head: both halves turn together. Heads: queries, keys, values. With a
+    `row_block` there is one norm over all queries and one over all keys."""
     let_next_start()
     half: tl.constexpr = dim // 2
     row = tl.program_id(0).to(tl.int64)
@@ -147,9 +151,18 @@ def _place(
     right = added_up(source + half, step, inside, splits, q_out_ptr.dtype.element_ty)
     normed_left, normed_right = left, right
     if q_norm_ptr is not None:
-        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
-        normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
-        right_weight = _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
+        mean = ((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim)[:, None]
+        q_at, k_at = 0 * head + at, 0 * head + at
+        if row_block:
+            n, start = tl.arange(0, row_block), qkv_ptr + row * width
+            q = added_up(start + n, step, n < num_q * dim, splits, q_out_ptr.dtype.element_ty)
+            k = added_up(start + num_q * dim + n, step, n < num_kv * dim, splits, q_out_ptr.dtype.element_ty)
+            of_q, of_k = tl.sum(q * q, 0) / (num_q * dim), tl.sum(k * k, 0) / (num_kv * dim)
+            mean = tl.where(head < num_q, of_q, of_k)
+            q_at, k_at = offsets, offsets - num_q * dim
+        scale = tl.rsqrt(mean + eps)
+        normed_left = left * scale * _head_weight(q_norm_ptr + q_at, k_norm_ptr + k_at, is_query, is_key)
+        right_weight = _head_weight(q_norm_ptr + half + q_at, k_norm_ptr + half + k_at, is_query, is_key)
         normed_right = right * scale * right_weight
     # Rotated, and fused by name: the compiler does not choose what is rounded.
     turned_left = tl.fma(normed_left, cos, -(normed_right * sin))
@@ -182,11 +195,9 @@ def _keep(
 
 
 @triton.jit
-def _head_weight(
-    q_norm_ptr: tensor, k_norm_ptr: tensor, is_query: tensor, at: tensor, is_dim: tensor
-) -> tensor:
-    of_queries = tl.load(q_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
-    of_keys = tl.load(k_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
+def _head_weight(q_norm: tensor, k_norm: tensor, is_query: tensor, is_key: tensor) -> tensor:
+    of_queries = tl.load(q_norm, mask=is_query, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_norm, mask=is_key, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
 
 
@@ -195,7 +206,7 @@ def place(
     where: tuple[Tensor, Tensor],  # positions [T] and slots [T]
     rotary: tuple[Tensor, Tensor],  # cosines and sines [context, dim / 2] float32
     cache: LayerCache,  # [slots, kv_heads, dim]; int8: dim + SCALE_BYTES
-    norms: tuple[Tensor | None, Tensor | None],  # of queries and keys, [dim] each
+    norms: tuple[Tensor | None, Tensor | None],  # of queries and keys, [dim] each, or as wide as all heads
     eps: float,
     q_out: Tensor,  # [T, heads, dim]
 ) -> None:
@@ -207,16 +218,24 @@ def place(
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
     assert are_dense(*rotary, keys, values, q_out), "rows follow each other"
     group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
-    sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group)
+    is_over_heads = norms[0] is not None and len(norms[0]) > dim
+    row_block = triton.next_power_of_2(num_q * dim) if is_over_heads else 0
+    sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group, row_block)
     _place[(num_rows, triton.cdiv(num_heads, group))](
         qkv, *where, *rotary, *cache, *norms, q_out, eps, *sizes, num_warps=1, **LAUNCH
     )
 
 
 @triton.jit
-def activated(gate: tensor, up: tensor, is_silu: constexpr) -> tensor:
-    """(1 + tanh(z)) / 2 = sigmoid(2 z): both are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.59577."""
-    steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+def activated(gate: tensor, up: tensor, kind: constexpr) -> tensor:
+    """(1 + tanh(z)) / 2 = sigmoid(2 z): all are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.59577. What is
+    no number is not clamped."""
+    steepness = gate
+    if kind == "gelu_tanh":
+        steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif kind == "clamped":
+        gate, up = tl.where(gate > CLAMP, CLAMP, gate), tl.where(up > CLAMP, CLAMP, up)
+        steepness, up = SLOPE * gate, tl.where(up < -CLAMP, -CLAMP, up) + 1.0
     return gate / (1.0 + tl.exp(-steepness)) * up
 
 

@@ -20,7 +20,7 @@ from paceline.loaders import gguf_header, hf_config, hub
 from paceline.loaders.fields import ALL, read_json
 from paceline.loaders.gguf_parts import read_parts
 from paceline.loaders.tokenizer import TokenizerSource
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsConfig, ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,12 @@ SMOLLM2_135M = ModelConfig(
     num_heads=9, num_kv_heads=3, head_dim=64, max_context=8192, rms_eps=1e-5,
     rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
 )  # fmt: skip
-SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
+QWEN3_30B_A3B = ModelConfig(
+    family="qwen3_moe", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=48,
+    num_heads=32, num_kv_heads=4, head_dim=128, max_context=40_960, rms_eps=1e-6,
+    rope=RopeConfig(theta=1_000_000.0), qk_norm=True, experts=ExpertsConfig(128, 8, 768),
+)  # fmt: skip
+SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M, "qwen3-30b-a3b": QWEN3_30B_A3B}
 
 
 class Checkpoint(Protocol):

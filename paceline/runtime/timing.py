@@ -43,9 +43,9 @@ class Timed:
     ) -> float:
         """Of one pass, with the logits of all rows or of the last ones. With several passes: of each, when a
         device is given the next before it has ended the last."""
-        tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
-        segments = []
-        for cache in self._caches:
+        segments, vocab_size = [], self._executor.config.vocab_size
+        for index, cache in enumerate(self._caches):
+            tokens = [(STRIDE * (index * rows + i)) % vocab_size for i in range(rows)]
             before, *after = cache.states[:2] or [0]  # versions overwrite each other
             view = Cached(cache.blocks, context, states=[before, *(after * rows)] if after else [])
             segments.append(Segment(tokens, view, None, num_logits or rows, Pick(0.0, 0)))

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.cuda import add_splits, attend_split, burst, features, multiply, pick, rows
+from paceline.cuda import add_splits, attend_split, burst, features, multiply, pick, route, rows
 from paceline.cuda.batch import DeviceBatch
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -24,15 +24,20 @@ ADVANCE = [BATCH, I64, I64, I32, "i32", BATCH, *OF_HEAD, *[I32] * 3, 5, 8, 2, 2,
 
 
 def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
-    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, *[I32] * 6, I64, counters)
+    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, *[I32] * 6, I64, FP32, counters)
     return [*pointers, "fp32", *["i32"] * 4, 8, 4, 128, 128, 16, 16, *how]
 
 
-def multiplying(packed: str, bits: int, activation: str | None) -> list[Any]:
+def multiplying(packed: str, bits: int, activation: str | None, is_grouped: bool = False) -> list[Any]:
     out = FP32 if activation is None else BF16
     group = 64 if bits >= 16 else 128
+    grouped = (I32, I32, FP32 if activation is None else None) if is_grouped else (None, None, None)
     sizes = (bits, group, 16, 64, 4, True, True, True, activation, 1, 2 if bits == 16 else 0, 128, False)
-    return [BF16, packed, I32, None, out, *["i32"] * 8, *sizes]
+    return [BF16, packed, I32, None, out, *grouped, *["i32"] * 9, *sizes]
+
+
+def choosing(correction: str | None, *how: int | bool) -> list[Any]:
+    return [FP32, correction, *[I32] * 3, FP32, "i32", "i32", "fp32", *how]
 
 
 CASES: list[tuple[Any, list[Any]]] = [
@@ -50,6 +55,10 @@ CASES: list[tuple[Any, list[Any]]] = [
     (add_splits.add_splits, [FP32, FP32, FP32, I32, BF16, "i32", 96, 128, 16]),
     (multiply.multiply, multiplying(BF16, 16, "silu")),
     (multiply.multiply, multiplying(I16, 4, None)),
+    (multiply.multiply, multiplying(BF16, 16, "silu", is_grouped=True)),
+    (multiply.multiply, multiplying(I16, 8, None, is_grouped=True)),
+    (route.choose, choosing(None, 128, 8, 1, 1, 0, 0, True, 16, 16, 128, True)),
+    (route.choose, choosing(FP32, 12, 3, 4, 2, 2, 1, False, 2, 64, 16, False)),
 ]
 
 

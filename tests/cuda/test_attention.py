@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
-from paceline.cuda.attention import Attending, Tiling, attend, launch_for
+from paceline.cuda.attention import LOG2_E, Attending, Tiling, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
@@ -47,6 +47,7 @@ class Case(NamedTuple):
     max_rows: int
     is_exact: bool = False
     counters: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def launch(self) -> Tiling:
@@ -56,7 +57,7 @@ class Case(NamedTuple):
     def how(self) -> Attending:
         return Attending(
             self.shape.dim**-0.5, self.max_rows, self.shape.window, is_exact=self.is_exact,
-            counters=self.counters,
+            counters=self.counters, sinks=None if self.sinks is None else self.sinks.to(self.q.device) * LOG2_E,
         )  # fmt: skip
 
     def attend(self) -> torch.Tensor:
@@ -70,7 +71,7 @@ class Case(NamedTuple):
         names = dict(zip(DeviceBatch._fields, columns, strict=True))
         names.pop("masks")
         names["block_tables"] = names["block_tables"].T
-        masking = Masking(self.shape.dim**-0.5, self.shape.window)
+        masking = Masking(self.shape.dim**-0.5, self.shape.window, sinks=self.sinks)
         names["parents"] = self.parents
         names["request_of"] = torch.arange(len(names["prefix_lens"])).repeat_interleave(
             names["starts"].diff()
@@ -259,6 +260,19 @@ def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, prefix: int, devi
         single = make([Asked(prefix + row, (-1,))], shape, device, padding=padding, max_context=max_context)
         query = torch.cat([together.q[row : row + 1], single.q[1:]])
         assert torch.equal(single._replace(q=query, is_exact=True).attend()[0], out[row])
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_weigh_once(window: int | None, is_exact: bool, device: torch.device) -> None:
+    """Rows of a pass on both sides of a border between splits, which is at 384 in exact mode."""
+    shape, sinks = Shape(4, 2, 16, window=window), torch.tensor([3.0, -2.0, 0.0, 5.0])
+    case = make([Asked(380, chain(8)), Asked(3, chain(2))], shape, device, max_context=512)
+    case = case._replace(is_exact=is_exact, sinks=sinks)
+    found = case.attend()
+    torch.testing.assert_close(found.cpu(), case.oracle(), atol=2e-5, rtol=2e-5)
+    single = make([Asked(382, (-1,))], shape, device, max_context=512)._replace(q=case.q[2:3], sinks=sinks)
+    assert not is_exact or torch.equal(single._replace(is_exact=True).attend()[0], found[2])
 
 
 def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:

@@ -28,12 +28,13 @@ from paceline.cuda.batch import (
 )
 from paceline.cuda.decoder import CudaDecoder
 from paceline.loaders.checkpoint import DummyCheckpoint
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
+from tests.laws.harness import RandomCheckpoint
 
 pytestmark = pytest.mark.slow  # interpreted where there is no GPU
 
@@ -52,6 +53,13 @@ MODELS = {
         "tie_embeddings": True, "qk_norm": True,
     },
     "smollm3": {"rope_layers": (True, False)},
+    # what olmoe, granitemoe, glm4_moe and gpt_oss have beside their experts
+    "experts": {
+        "experts": ExpertsConfig(4, 2, 16, has_bias=True), "activation": "clamped", "num_layers": 1,
+        "qk_norm": True, "qk_norm_over_heads": True, "rotary_dim": 8, "qkv_bias": True, "out_bias": True,
+        "residual_scale": 0.3, "logits_scale": 0.2, "attention_sinks": True,
+        "sliding_window": 9, "local_layers": (True,),
+    },
     "phi3": {
         "rope": RopeConfig(
             kind="longrope", original_context=32, attention_factor=1.2, divisors=(1.5,) * 8, long_divisors=(4.0,) * 8
@@ -73,14 +81,12 @@ class Pair:
 
     def __init__(self, name: str, device: torch.device, **options: Any) -> None:
         config = config_of(name)
+        # what a dummy has in some rows depends on which are read, and experts are read one by one
+        source: Any = RandomCheckpoint(config) if config.experts else DummyCheckpoint(config)
         ours = CudaDecoder.load(
-            DummyCheckpoint(config),
-            dtype="float32",
-            device=str(device),
-            capture=capture_on(device),
-            **options,
+            source, dtype="float32", device=str(device), capture=capture_on(device), **options
         )
-        theirs = Decoder.load(DummyCheckpoint(config))
+        theirs = Decoder.load(source)
         oracle = LocalExecutor(TorchBackend(CPU), theirs, KvMemory(config, 32))
         self.executors = [executor_of(ours, 32), oracle]
         self.caches: list[list[Cached]] = [[], []]
