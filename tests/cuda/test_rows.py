@@ -203,7 +203,7 @@ def test_place_leaves_values_as_they_are(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("width", [5, 1024, 1500])
 def test_gate_is_the_decoders(device: torch.device, dtype: torch.dtype, activation: str, width: int) -> None:
     gate_up = 3 * noise(2, 2 * width, dtype=dtype, device=device)
