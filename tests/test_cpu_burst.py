@@ -219,6 +219,8 @@ def test_bursts_of_a_request_with_stop_strings_are_short(head: str) -> None:
     class At:
         """A stop string that is complete when a text has this many tokens."""
 
+        has_stops = True
+
         def __init__(self, length: int) -> None:
             self.left = length
 

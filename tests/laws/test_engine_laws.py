@@ -325,6 +325,8 @@ def test_every_option_with_every_drafter(options: dict[str, Any], temperature: f
 class StopsAt:
     """A text that ends with its n-th token, as a stop string would end it."""
 
+    has_stops = True
+
     def __init__(self, count: int) -> None:
         self.count = count
 

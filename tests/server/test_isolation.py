@@ -55,6 +55,8 @@ def run(
 class Broken:
     """In the place of a detokenizer: fails at a given token, when the request has been changed already."""
 
+    has_stops = True
+
     def __init__(self, number: int) -> None:
         self.left = number
 
