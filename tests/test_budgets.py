@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
-    "api": 1_255, "core": 1_925, "engine": 1_715, "runtime": 830, "models": 1_170, "heads": 1_000, "drafters": 2_230,
-    "cpu": 6_420, "cuda": 3_340, "loaders": 4_700, "train": 1_730, "measure": 5_300, "server": 4_010, "cli": 2_480,
+    "api": 1_280, "core": 1_930, "engine": 1_730, "runtime": 830, "models": 1_130, "heads": 1_000, "drafters": 2_220,
+    "cpu": 6_420, "cuda": 3_715, "loaders": 4_550, "train": 1_730, "measure": 5_585, "server": 4_150, "cli": 2_490,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 38_140, 10_110, 640
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 38_810, 10_110, 640
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,
