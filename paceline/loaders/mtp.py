@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paceline.core.errors import ConfigError
+import torch
+
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import MtpConfig
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.loaders.head_files import Head, HeadFiles
+from paceline.loaders.fields import check_shapes
+from paceline.loaders.head_files import Head
 from paceline.loaders.safetensors import OFFSET
-from paceline.loaders.stored import TYPES, StoredTensor
+from paceline.loaders.stored import TYPES, StoredTensor, read_tensor
 
 LAYER = "midlayer."
 
@@ -40,7 +43,9 @@ class Names(NamedTuple):
 
 
 DIALECTS = {
-    "qwen": Names("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", layer="layers.0."),
+    "qwen": Names(
+        "mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", layer="layers.0."
+    ),
     "mimo": Names(
         "model.mtp_layers.0.", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
         is_swapped=True,
@@ -48,12 +53,18 @@ DIALECTS = {
 }  # fmt: skip
 
 
-def dialect_of(target: Checkpoint) -> str | None:
-    """Of the module that the target's files hold, if they do, in plain numbers, and our heads can run it."""
+def _stored(target: Checkpoint) -> Mapping[str, StoredTensor]:
+    """Tensors of its files that hold plain numbers, where those are safetensors."""
     stored: Mapping[str, StoredTensor] = getattr(target, "stored", {})
-    plain = {name for name, tensor in stored.items() if tensor.dtype in TYPES}
-    dialect = next((n for n, names in DIALECTS.items() if names.stored("fc.weight") in plain), None)
-    has_dense = dialect and DIALECTS[dialect].stored("midlayer.mlp.down_proj.weight") in plain
+    return {name: tensor for name, tensor in stored.items() if tensor.dtype in TYPES}
+
+
+def dialect_of(target: Checkpoint) -> str | None:
+    """Of the module that the target's files hold, if they do and our heads can run it."""
+    stored = _stored(target)
+    found = (n for n, names in DIALECTS.items() if names.stored("fc.weight") in stored)
+    dialect = next(found, None)
+    has_dense = dialect and DIALECTS[dialect].stored("midlayer.mlp.down_proj.weight") in stored
     return dialect if has_dense else None
 
 
@@ -70,11 +81,17 @@ def mtp_head(target: Checkpoint) -> Head:
         qk_norm=model.qk_norm, has_bias=model.qkv_bias, is_gated=model.gated_attention,
         rotary_dim=model.rotary_dim,
     )  # fmt: skip
-    names = DIALECTS[dialect]
-    stored = {name: names.stored(name) for name in tensor_shapes(config)}
-    tensors = HeadFiles(target.path).read(tensor_shapes(config), stored)
-    if model.family in OFFSET:
-        tensors |= {name: weight + 1 for name, weight in tensors.items() if "norm" in name}
+    names, stored = DIALECTS[dialect], _stored(target)
+    shapes = tensor_shapes(config)
+    wanted = {names.stored(name): shape for name, shape in shapes.items()}
+    check_shapes(target.path, {name: stored[name].shape for name in wanted if name in stored}, wanted)
+    tensors = {}
+    for name in shapes:
+        where = names.stored(name)
+        weight = read_tensor(stored[where].file, where).to(torch.float32)
+        if not bool(torch.isfinite(weight).all()):
+            raise ModelFileError(f"{target.path}: tensor {where} holds numbers that are not finite; fetch it")
+        tensors[name] = weight + 1 if model.family in OFFSET and "norm" in name else weight
     if names.is_swapped:
         tensors["fc.weight"] = tensors["fc.weight"].roll(model.hidden_size, 1)
     tied = model.tie_embeddings
