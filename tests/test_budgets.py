@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
     "api": 1_280, "core": 1_930, "engine": 1_730, "runtime": 830, "models": 1_130, "heads": 1_000, "drafters": 2_220,
-    "cpu": 6_420, "cuda": 3_715, "loaders": 4_550, "train": 1_730, "measure": 5_585, "server": 4_150, "cli": 2_490,
+    "cpu": 6_420, "cuda": 3_715, "loaders": 4_570, "train": 1_730, "measure": 5_585, "server": 4_150, "cli": 2_490,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 38_810, 10_110, 640
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 38_830, 10_110, 640
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,
