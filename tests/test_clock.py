@@ -15,7 +15,7 @@ OWNERS = {"time", "datetime", "date"}  # modules and classes that have them
 # How often each reads it, and for what.
 ALLOWED = {
     "server/app.py": 1,  # `created` of a model
-    "server/translate.py": 1,  # `created` of an answer
+    "server/writer.py": 1,  # `created` of an answer
     "server/processes.py": 2,  # the date of a log line, which `logging` has read
     "train/session.py": 2,  # when a head was made
     "loaders/chat_template.py": 1,  # strftime_now of chat templates

@@ -39,7 +39,7 @@ class TokenizerSource:
     chat_template: str | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    where: Path | None = None  # the model's file or folder
+    where: Path | None = field(default=None, compare=False)  # the model's file or folder
 
 
 class Tokenizer:
