@@ -359,6 +359,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty is 3"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9"),
     ({"stop": [""]}, "stop is"),
+    ({"stop": "x\ud800"}, "valid Unicode"),
     ({"logit_bias": {3: float("inf")}}, "logit_bias holds inf"),
     ({"logit_bias": {"3": 1.0}}, "logit_bias holds '3'"),
     ({"allowed_token_ids": []}, "allowed_token_ids is ()"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import brief, check_names, from_options, is_whole, require, unboxed, without
 
 T = TypeVar("T")
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: no text has it
 # Changes the logits [vocab] of the token after `output`, and returns them. Either form of
 # f(output, logits) and f(prompt, output, logits), with token ids as lists.
 Processor = Callable[..., Any]
@@ -222,8 +224,8 @@ def _is_number(value: object) -> bool:
 def _strings(name: str, values: Any) -> tuple[str, ...]:
     many = () if values is None else values
     is_list = isinstance(many, Sequence) and not isinstance(many, str)
-    if not is_list or not all(isinstance(s, str) and s for s in many):
-        raise ConfigError(f"{name} is {brief(values, 60)}; give a list of non-empty strings")
+    if not is_list or not all(isinstance(s, str) and s and not SURROGATE.search(s) for s in many):
+        raise ConfigError(f"{name} is {brief(values, 60)}; give a list of non-empty strings, valid Unicode")
     return tuple(many)
 
 
