@@ -443,7 +443,7 @@ BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
     ({"json": "{not json"}, GrammarError),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, GrammarError),
     ({"grammar": "start: missing_rule"}, GrammarError),
-    ({"choice": ["\ud800"]}, GrammarError),
+    ({"choice": ["\ud800"]}, ConfigError),
     ({"choice": []}, ConfigError),
     ({}, ConfigError),
     ({"regex": "a", "choice": ["b"]}, ConfigError),
