@@ -112,7 +112,7 @@ class Fault(NamedTuple):
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause: float) -> bytes:
         data = b""
-        with contextlib.suppress(ConnectionResetError):  # of what it had not read of ours
+        with contextlib.suppress(ConnectionError):  # of what it had not read of ours
             while part := await reader.read(512 if pause else 2**16):
                 data += part
                 await asyncio.sleep(pause)

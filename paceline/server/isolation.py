@@ -17,7 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.server import processes
 
 # In the messages of the system and of libraries.
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "start new thread")
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
 
