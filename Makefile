@@ -7,6 +7,9 @@
 # make test-peers  the tests of the benchmark's peers, where they are installed (minutes; not part of make test)
 # make peers    what `paceline bench --peers` compares with, each in an environment of its own (about 20 minutes on two cores:
 #               llama.cpp is compiled for this machine, with cmake and g++); make peers/llamacpp installs one of them
+# make heads/qwen2.5-coder-1.5b, make heads/qwen2.5-coder-0.5b  the target writes and its heads learn, on a GPU; again: goes on
+#               MODEL=file.gguf or a Hugging Face name, PROMPTS=file.jsonl, CODE=share of programs, HOURS=for all of it,
+#               STOP_AFTER=seconds of this call, KINDS=eagle,dflash, SEED=..., DEVICE=... (docs/train.md)
 # make install  only the environment;  make clean  remove it and every build product;  make clean-peers  remove the peers
 # PYTHON=... chooses the interpreter (3.11 or newer).
 
@@ -14,10 +17,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := $(or $(PACELINE_PEERS),.peers)
+HEADS := heads/qwen2.5-coder-1.5b heads/qwen2.5-coder-0.5b
+CODE ?= 0.6
+HOURS ?= 0.4
+KINDS ?= eagle
+SEED ?= 1
+DEVICE ?= auto
 QUIETLY := -m pip --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(QUIETLY)
 
-.PHONY: install demo test test-all test-peers check docs clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
+.PHONY: install demo test test-all test-peers check docs clean clean-peers peers peers/llamacpp peers/transformers peers/vllm $(HEADS)
 .DEFAULT_GOAL := demo
 
 install: $(VENV)/.installed
@@ -30,7 +39,7 @@ test-all: SELECTION := not peers
 test test-all: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
 	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m tests.compile_kernels
-	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers and $(SELECTION)' -n auto --dist worksteal --durations=10
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers and $(SELECTION)' -n auto --dist worksteal --durations=40
 	@$(BIN)/python -m pytest -m 'serial and not peers and $(SELECTION)' -s
 
 test-peers: $(VENV)/.installed-dev
@@ -44,6 +53,12 @@ check: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+heads/qwen2.5-coder-1.5b: MODEL ?= Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
+heads/qwen2.5-coder-0.5b: MODEL ?= Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
+$(HEADS): install
+	@$(BIN)/paceline train --kinds $(KINDS) --target '$(MODEL)' --code $(CODE) --hours $(HOURS) --bits 8 --seed $(SEED) \
+		$(if $(PROMPTS),--prompts '$(PROMPTS)' --vary) $(if $(STOP_AFTER),--stop-after $(STOP_AFTER)) --device $(DEVICE) --resume -o $@
 
 peers: peers/llamacpp peers/transformers peers/vllm
 peers/llamacpp: $(PEERS)/llamacpp/.installed

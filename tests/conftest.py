@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,3 +51,18 @@ def default_model() -> Iterator[LLM]:
     """Plain decoding."""
     with LLM(speculative_config=None, progress=False) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a kind: a quantized folder and the same weights plain, written when first asked for."""
+    from tests.quantized_models import Pair, write_pair
+
+    made: dict[str, Pair] = {}
+
+    def pair(kind: str) -> Pair:
+        if kind not in made:
+            made[kind] = write_pair(tmp_path_factory.mktemp("pair"), kind)
+        return made[kind]
+
+    return pair

@@ -145,7 +145,7 @@ def with_mtp(target: Any) -> dict[str, Any]:
     own = {"qk_norm": config.qk_norm, "is_gated": config.gated_attention, "rotary_dim": config.rotary_dim}
     tensors = random_tensors(mtp(config, **own, has_bias=config.qkv_bias))
     file = Path(_folders.name) / "mtp.safetensors"
-    save_file({DIALECTS["qwen"].stored(name): tensor for name, tensor in tensors.items()}, file)
+    save_file({DIALECTS["qwen"].stored(name, 0): tensor for name, tensor in tensors.items()}, file)
     target.stored = tensors_of([file])
     return {"method": "mtp"}
 

@@ -25,7 +25,7 @@ EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "
 GGUF_ARCHITECTURES = {
     "gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 PERMUTED = ("llama", "smollm3", "mistral3", "granite", "granitemoe")  # as llama.cpp's conversion has it
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -77,6 +77,24 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "query_pre_attn_scalar": 32,
         "sliding_window_pattern": 3,
+    },
+    "gemma4": {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_moe": {
+        "enable_moe_block": True,
+        "intermediate_size": 96,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
     },
     "qwen3_5": {
         "head_dim": 32,
@@ -212,6 +230,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+FAMILY_SIZES["gemma4_moe"] = {**FAMILY_SIZES["gemma4"], **FAMILY_SIZES["gemma4_moe"]}
 for _name in HYBRID_FAMILIES[1:]:
     FAMILY_SIZES[_name] = {**FAMILY_SIZES[HYBRID_FAMILIES[0]], **FAMILY_SIZES[_name]}
 
@@ -236,6 +255,8 @@ def tiny_hf(
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.2 * torch.rand(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="64KB" if is_sharded else "5GB")
     return folder
 
@@ -250,6 +271,8 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM),
         "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
         "gemma3": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM),
+        "gemma4": (tf.Gemma4TextConfig, tf.Gemma4ForCausalLM),
+        "gemma4_moe": (tf.Gemma4TextConfig, tf.Gemma4ForCausalLM),
         "qwen3_5": (tf.Qwen3_5TextConfig, tf.Qwen3_5ForCausalLM),
         "qwen3_5_moe": (tf.Qwen3_5MoeTextConfig, tf.Qwen3_5MoeForCausalLM),
         "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM),
@@ -280,13 +303,16 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
     import torch
 
     noise = torch.randn(weight.shape, generator=generator)
-    if name.endswith("norm.weight"):
+    if "norm" in name or name.endswith("router.scale"):
         is_offset = family in ("gemma3", *HYBRID_FAMILIES) and "linear_attn" not in name
-        return 0.1 * noise + (0 if is_offset else 1)
+        # gemma 4's scores have no scale: its norms of queries and keys carry it
+        is_scale = family in ("gemma4", "gemma4_moe") and name.endswith(("q_norm.weight", "k_norm.weight"))
+        size = 8 if "router" in name else 0.4 if is_scale else 1
+        return (0.1 * noise + (0 if is_offset else 1)) * size
     if "conv1d" in name:
         return noise / weight.shape[-1] ** 0.5
     if weight.ndim == 1:
-        return 0.1 * noise
+        return 0.1 * noise + name.endswith("per_expert_scale")
     return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[-1])
 
 
@@ -337,9 +363,12 @@ def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
     return folder
 
 
-def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32", tensors_a_part: int = 0) -> Path:
+def tiny_gguf(
+    path: Path, from_folder: Path, quant: str = "F32", tensors_a_part: int = 0, is_fused: bool = False
+) -> Path:
     """The model of a folder as GGUF. Vectors stay F32. Types gguf cannot quantize to (the K-quants) get
-    random blocks instead. In parts: the writer adds -00001-of-0000N to the name.
+    random blocks instead. In parts: the writer adds -00001-of-0000N to the name. is_fused: gate and up of
+    experts are one tensor.
     """
     import gguf
 
@@ -351,8 +380,15 @@ def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32", tensors_a_part:
     names = gguf.get_tensor_name_map(
         next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), config["num_hidden_layers"]
     )
-    for name, values in stacked(folder_weights(from_folder)).items():
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+    weights = folder_weights(from_folder)
+    if "linear_num_key_heads" in config:
+        weights = as_hybrid(weights, config)
+    weights = stacked(weights)
+    for name in [name for name in weights if is_fused and name.endswith("experts.gate_proj.weight")]:
+        pair = [weights.pop(name), weights.pop(name.replace("gate", "up"))]
+        weights[name.replace("gate", "gate_up")] = np.concatenate(pair, 1)
+    for name, values in weights.items():
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         kind = gguf.GGMLQuantizationType[quant] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -406,6 +442,44 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made | {name: np.stack([parts[i] for i in sorted(parts)]) for name, parts in found.items()}
 
 
+def as_hybrid(weights: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Recurrent layers as llama.cpp's conversion has them."""
+    keys, heads, width = (
+        config[f"linear_{n}"] for n in ("num_key_heads", "num_value_heads", "value_head_dim")
+    )
+    each, key_dim, made = heads // keys, config["linear_key_head_dim"], dict[str, np.ndarray]()
+
+    def tiled(values: np.ndarray, size: int = 1) -> np.ndarray:
+        """Value heads of a key head side by side -> the first of every key head first; but of Qwen3-Next."""
+        if config["model_type"] == "qwen3_next":
+            return values
+        return values.reshape(keys, each, size, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+
+    for name, values in weights.items():
+        before, _, part = name.partition("linear_attn.")
+        part, before = part.removesuffix(".weight"), f"{before}linear_attn."
+        if part == "in_proj_qkvz":
+            ends = np.cumsum([key_dim, key_dim, each * width])
+            q, k, v, z = np.split(values.reshape(keys, -1, values.shape[1]), ends, 1)
+            made[f"{before}in_proj_z.weight"] = z.reshape(-1, values.shape[1])
+            flat = [part.reshape(-1, values.shape[1]) for part in (q, k, v)]
+            made[f"{before}in_proj_qkv.weight"] = np.concatenate(flat)
+        elif part in ("in_proj_qkv", "conv1d"):
+            values, first = values.reshape(len(values), -1), 2 * keys * key_dim
+            made[name] = np.concatenate([values[:first], tiled(values[first:], width)])
+        elif part in ("in_proj_z", "in_proj_a", "in_proj_b"):
+            made[name] = tiled(values, width if part == "in_proj_z" else 1)
+        elif part == "out_proj":
+            made[name] = np.ascontiguousarray(tiled(values.T, width).T)
+        elif part == "A_log":
+            made[name] = tiled(-np.exp(values))
+        elif part == "dt_bias":
+            made[f"{before}dt_proj.bias"] = tiled(values)
+        else:
+            made[name] = values
+    return made
+
+
 def encode(values: np.ndarray, kind: Any) -> np.ndarray:
     import gguf
 
@@ -421,7 +495,8 @@ def encode(values: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def _as_stored(name: str, values: np.ndarray, config: dict[str, Any], arch: str) -> np.ndarray:
-    if arch == "gemma3" and name.endswith("norm.weight"):
+    is_offset = arch in ("gemma3", "qwen35", "qwen35moe", "qwen3next") and "linear_attn" not in name
+    if is_offset and name.endswith("norm.weight"):
         return values + 1
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     part = name.split(".")[-2]
@@ -471,6 +546,13 @@ def _add_family_config(writer: Any, config: dict[str, Any], rope: dict[str, Any]
     """What llama.cpp's conversion writes for one family or one kind of rotary scaling."""
     import gguf
 
+    if "linear_num_key_heads" in config:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(4)
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if config["model_type"] in ("granite", "granitemoe"):

@@ -89,12 +89,28 @@ EXPERTS = replace(
         dense_layers=(0,),
     ),
 )  # fmt: skip
+# two kinds of layers by their heads, and experts beside a wider MLP, all with norms
+HEADS = replace(
+    config_of(80, 112, (4, 2, 64), 93, window=21, is_gemma=True),
+    qkv_bias=False,
+    embed_scale=4.0,
+    attention_scale=1.0,
+    value_norm=True,
+    layer_scalars=True,
+    logits_cap=9.0,
+    global_head_dim=512,
+    global_kv_heads=1,
+    rope=RopeConfig(kind="proportional", factor=0.25),
+    rope_local=RopeConfig(theta=500.0),
+    experts=ExpertsConfig(12, 3, 48, shared_inner=112, has_norms=True),
+)
 ALL = (
     ODD,
     config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True),
     config_of(96, 64, (2, 1, 48), 17),
     EXTRA,
     EXPERTS,
+    HEADS,
 )
 
 

@@ -34,17 +34,15 @@ def new_kv(model: Decoder, config: ModelConfig | None = None) -> list[tuple[torc
     config = config or model.config
     has_integers = isinstance(model, CpuDecoder) and model.bits < 32
     kept = CpuBackend().kv_format("int8", "auto") if has_integers else FLOATS
-    shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads)
     # as int8 127, and where scales are 3e38
     value = 127 if has_integers else 1e3
-    sizes = [
-        (width, value, dtype)
-        for width, dtype in zip(row_widths(config, kept), (kept.keys, kept.values), strict=True)
-    ]
-    layers = range(config.num_layers)
+    kinds = [config.kinds[config.kind_of(i)] for i in range(config.num_layers)]
     return [
-        tuple(torch.full((*shape, width), value, dtype=dtype) for width, value, dtype in sizes)
-        for _ in layers
+        tuple(
+            torch.full((NUM_BLOCKS * BLOCK_SIZE, kind.num_kv_heads, width), value, dtype=dtype)
+            for width, dtype in zip(row_widths(kind, kept), (kept.keys, kept.values), strict=True)
+        )
+        for kind in kinds
     ]  # type: ignore[misc]
 
 

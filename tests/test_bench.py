@@ -72,17 +72,8 @@ def report_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     pictures = tmp_path / "plots"
     options = (
-        "--model",
-        str(tiny_folder),
-        "--prompts",
-        prompts,
-        "--dtypes",
-        "float32",
-        "--repeats",
-        "2",
-        "--plot",
-        str(pictures),
-    )
+        f"--model {tiny_folder} --prompts {prompts} --dtypes float32 --repeats 2 --plot {pictures}"
+    ).split()
     report = report_of(tmp_path, *options, "--methods", "none,ngram,early_exit")
     assert report["machine"]["cores"] >= 1
     rows = report["rows"]
@@ -96,7 +87,8 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
         assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"]) > 0
         assert row["tau"] >= 1
         base = next(r for r in rows if r["task"] == row["task"] and r["method"] == "plain")
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"], rel=0.01)
+        speedup = row["tokens_per_second"] / base["tokens_per_second"]
+        assert row["speedup"] == pytest.approx(speedup, rel=0.01, abs=1e-4)
     for name in ("speedup.png", "acceptance.png"):
         assert (pictures / name).read_bytes().startswith(PNG)
 
@@ -104,17 +96,8 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_requests_in_flight_together(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     options = (
-        "--model",
-        str(tiny_folder),
-        "--prompts",
-        prompts,
-        "--dtypes",
-        "float32",
-        "--repeats",
-        "1",
-        "--concurrency",
-        "2",
-    )
+        f"--model {tiny_folder} --prompts {prompts} --dtypes float32 --repeats 1 --concurrency 2"
+    ).split()
     rows = report_of(tmp_path, *options)["rows"]
     assert [(r["method"], r["identical"]) for r in rows if r["task"] == "overall"] == [
         ("plain", 3),
@@ -212,17 +195,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None:
     code = "from paceline.cli.entry import main; raise SystemExit(main())"
-    options = [
-        "bench",
-        "--model",
-        str(tiny_folder),
-        "--prompts",
-        prompts,
-        "--dtypes",
-        "float32",
-        "--repeats",
-        "100000",
-    ]
+    options = f"bench --model {tiny_folder} --prompts {prompts} --dtypes float32 --repeats 100000".split()
     process = subprocess.Popen(
         [sys.executable, "-c", code, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.types import Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
-from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
+from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, negative_log_likelihood
 from paceline.measure.roofline import Hardware, Work
 from paceline.measure.rows import FOLDERS
 from paceline.measure.step import figures
@@ -55,18 +55,7 @@ def test_a_difference_that_came_out_as_nothing_has_no_rates() -> None:
 @pytest.fixture(scope="module")
 def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("kernels") / "k.json"
-    options = (
-        "--model",
-        str(tiny_folder),
-        "--peers",
-        "none",
-        "--context",
-        "40",
-        "--repeats",
-        "2",
-        "--json",
-        str(path),
-    )
+    options = f"--model {tiny_folder} --peers none --context 40 --repeats 2 --json {path}".split()
     status, out, err = bench("kernels", *options)
     assert status == 0, err
     assert "limits of" in out
@@ -151,14 +140,14 @@ def test_contexts_hold_every_token_once() -> None:
     assert contexts_of(range(5), 9, 3) == [[9, 0, 1], [9, 2, 3], [9, 4]]
 
 
-def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path) -> None:
+def test_negative_log_likelihood_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(str(tiny_folder))
     tokens = [(5 * i) % 200 for i in range(300)]  # more than two chunks
     ours, oracle = (
         LocalExecutor.load(backend_for(torch.device("cpu"), kernels, False), checkpoint, 32, dtype="float32")
         for kernels in ("exact", "torch")
     )
-    total = surprise(ours, tokens)
+    total = negative_log_likelihood(ours, tokens)
     assert ours.kv.num_used == 0
     cache = Cached()
     assert oracle.kv.reserve(cache, len(tokens))

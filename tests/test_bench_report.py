@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.measure import rows as planning
 from paceline.measure.compare import units_of
-from paceline.measure.results import OVERALL, rewritten
+from paceline.measure.results import OVERALL
 from paceline.measure.rows import (
     OURS,
     PLAIN,
@@ -26,6 +26,7 @@ from paceline.measure.rows import (
     rates_of,
     report_rows,
 )
+from paceline.measure.tables import rewritten
 
 SLOW, FAST, ALONE = (
     Row(OURS, "float32", PLAIN),

@@ -61,17 +61,9 @@ def report_of(tmp_path: Path, *arguments: str, prompt: str | None = None) -> dic
 def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
     pictures = tmp_path / "plots"
     options = (
-        "--base-url",
-        f"{server.url}/v1",
-        "--api-key",
-        KEY,
-        "--request-rate",
-        "20,40",
-        "--num-prompts",
-        "12",
-        "--max-new-tokens",
-        "16",
-    )
+        f"--base-url {server.url}/v1 --api-key {KEY} --request-rate 20,40 --num-prompts 12"
+        " --max-new-tokens 16"
+    ).split()
     report = report_of(
         tmp_path, *options, "--ignore-eos", "--plot", str(pictures), "--metric-percentiles", "50,99.9"
     )
@@ -99,17 +91,8 @@ def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
 
 def test_the_server_can_be_told_not_to_draft(server: Server, tmp_path: Path) -> None:
     options = (
-        "--base-url",
-        server.url,
-        "--api-key",
-        KEY,
-        "--max-concurrency",
-        "2",
-        "--num-prompts",
-        "4",
-        "--max-new-tokens",
-        "24",
-    )
+        f"--base-url {server.url} --api-key {KEY} --max-concurrency 2 --num-prompts 4 --max-new-tokens 24"
+    ).split()
     level = report_of(
         tmp_path, *options, "--endpoint", "/v1/completions", "--extra-body", '{"speculative": "off"}'
     )["levels"][0]
@@ -128,17 +111,8 @@ def test_without_its_key_nothing_is_measured(server: Server) -> None:
 def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Path) -> None:
     with other_server() as (url, asked):
         options = (
-            "--base-url",
-            url,
-            "--max-concurrency",
-            "1",
-            "--num-prompts",
-            "5",
-            "--num-warmups",
-            "2",
-            "--goodput",
-            "ttft:5000,tpot:1",
-        )
+            f"--base-url {url} --max-concurrency 1 --num-prompts 5 --num-warmups 2 --goodput ttft:5000,tpot:1"
+        ).split()
         report = report_of(
             tmp_path, *options, "--temperature", "0.5", "--max-new-tokens", "9", prompt="plain"
         )
@@ -156,16 +130,12 @@ def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Pat
         0.8 * 4000 * WORD_S / 9 < level["tpot_ms"]["p50"] < 2 * 4000 * WORD_S / 9
     )  # ten tokens in five pieces
     assert 0.8 * 1000 * WORD_S < level["itl_ms"]["p50"] < 2 * 1000 * WORD_S
-    assert (level["request_goodput"], level["good_share"]) == (
-        0,
-        0,
-    )  # a millisecond a token is asked too much
+    assert level["request_goodput"] == 0
+    assert level["good_share"] == 0  # a millisecond a token is asked too much
     speculation = level["speculative_decoding"]
-    assert (speculation["num_drafts"], speculation["acceptance_length"], speculation["acceptance_rate"]) == (
-        50,
-        2.5,
-        0.5,
-    )
+    assert speculation["num_drafts"] == 50
+    assert speculation["acceptance_length"] == 2.5
+    assert speculation["acceptance_rate"] == 0.5
     assert speculation["per_position_acceptance_rates"] == [1.5]
     assert len(asked) == 7
     body = asked[0]
@@ -202,30 +172,17 @@ def test_a_server_without_counts_and_metrics_is_measured_all_the_same(tmp_path: 
             '{"stream_options": null, "top_k": 3}',
         )
         level = report_of(tmp_path, *options, prompt="uncounted")["levels"][0]
-    assert (level["output_tokens"], level["tokens_counted_by"], level["speculative_decoding"]) == (
-        20,
-        "pieces of text",
-        None,
-    )
+    assert level["output_tokens"] == 20
+    assert level["tokens_counted_by"] == "pieces of text"
+    assert level["speculative_decoding"] is None
     assert "stream_options" not in asked[0]
     assert asked[0]["top_k"] == 3
 
 
 def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     with other_server() as (url, _):
-        options = (
-            "--base-url",
-            url,
-            "--max-concurrency",
-            "5",
-            "--num-prompts",
-            "5",
-            "--num-warmups",
-            "0",
-            "--timeout",
-            "8",
-        )
-        patient = ("--goodput", "ttft:8000,tpot:8000")  # every answer is good enough
+        options = f"--base-url {url} --max-concurrency 5 --num-prompts 5 --num-warmups 0 --timeout 20".split()
+        patient = ("--goodput", "ttft:20000,tpot:20000")  # every answer is good enough
         level = report_of(tmp_path, *options, *patient, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][
             0
         ]
@@ -233,7 +190,7 @@ def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     assert level["errors"] == {
         "HTTP 400: such prompts are refused": 1,
         "the connection broke off": 1,
-        "no end after 8 s": 1,
+        "no end after 20 s": 1,
         "broke off: the engine died": 1,
     }
     assert level["good_share"] == 0.2
@@ -321,24 +278,18 @@ def test_the_report_of_known_records() -> None:
     slow = Record("2", 1.0, 1.5, [2.0, 3.0], 3.0, num_tokens=5, num_prompt=10, finish="length")
     failed = Record("3", 1.0, 1.0, [], 2.0, error="HTTP 500")
     level = level_report(Level(2.0, None), [quick, slow, failed], 4, (50,), goals_of("ttft:500, e2el:1000"))
-    assert (level["load"], level["completed"], level["failed"], level["given_up"], level["errors"]) == (
-        "2 req/s",
-        2,
-        1,
-        1,
-        {"HTTP 500": 1},
-    )
-    assert (level["duration_s"], level["request_throughput"], level["request_goodput"]) == (
-        3.0,
-        0.6667,
-        0.3333,
-    )
+    assert level["load"] == "2 req/s"
+    assert level["completed"] == 2
+    assert level["failed"] == 1
+    assert level["given_up"] == 1
+    assert level["errors"] == {"HTTP 500": 1}
+    assert level["duration_s"] == 3.0
+    assert level["request_throughput"] == 0.6667
+    assert level["request_goodput"] == 0.3333
     assert level["good_share"] == 0.3333
-    assert (level["output_throughput"], level["total_token_throughput"], level["cached_prompt_tokens"]) == (
-        3.3333,
-        10.0,
-        4,
-    )
+    assert level["output_throughput"] == 3.3333
+    assert level["total_token_throughput"] == 10.0
+    assert level["cached_prompt_tokens"] == 4
     assert level["ttft_ms"] == {"mean": 550.0, "p50": 550.0}  # 100 and 1000, from when it was due
     assert level["tpot_ms"] == {"mean": 150.0, "p50": 150.0}  # 50 and 250
     assert level["e2el_ms"] == {"mean": 1150.0, "p50": 1150.0}
@@ -361,24 +312,23 @@ def test_the_report_of_servers_that_take_turns_tells_how_smooth_their_streams_ar
 def test_a_lone_stream_flows(tmp_path: Path) -> None:
     server = start_server("default")
     load = ("--max-concurrency", "1", "--num-prompts", "4", "--num-warmups", "3", "--max-new-tokens", "96")
+    load += ("--metric-percentiles", "50,95,99")
     try:
         for _ in range(3):  # what else the machine does may delay a piece, but not every time
             gaps = report_of(tmp_path, "--base-url", server.url, *load)["levels"][0]["itl_ms"]
-            if gaps["p90"] <= 60:  # of so few gaps the last percent is what else the machine does
+            if gaps["p95"] <= 60:  # the last percent of a few hundred gaps is what else the machine does
                 break
-        assert gaps["p90"] <= 60, gaps
+        assert gaps["p95"] <= 60, gaps
     finally:
         server.kill()
 
 
 def test_a_level_without_answers_has_no_latencies() -> None:
     level = level_report(Level(math.inf, 4), [Record("1", 0.0, 0.0, [], 1.0, error="x")], 1, (50,), {})
-    assert (level["load"], level["request_rate"], level["ttft_ms"], level["request_goodput"]) == (
-        "4 in flight",
-        None,
-        None,
-        None,
-    )
+    assert level["load"] == "4 in flight"
+    assert level["request_rate"] is None
+    assert level["ttft_ms"] is None
+    assert level["request_goodput"] is None
 
 
 def test_goals_and_counters() -> None:

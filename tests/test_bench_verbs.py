@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError
-from paceline.measure.results import Table, markdown, rewritten
+from paceline.measure.results import Table
+from paceline.measure.tables import markdown, rewritten
 from tests.make_models import tiny_hf, tiny_tokenizer
 
 PROMPTS = [
@@ -45,16 +46,7 @@ def report_of(verb: str, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any
 def test_decode_compares_every_text_with_plain_decoding(
     tiny_folder: Path, prompts: str, tmp_path: Path
 ) -> None:
-    options = (
-        "--model",
-        str(tiny_folder),
-        "--dtype",
-        "float32",
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        "16",
-    )
+    options = f"--model {tiny_folder} --dtype float32 --prompts {prompts} --max-new-tokens 16".split()
     report, out = report_of("decode", tmp_path, *options, "--rows", "auto,ngram/2")
     assert "speedup over plain decoding, 2 prompts" in out
     assert report["is_ok"]
@@ -81,7 +73,8 @@ def test_decode_compares_every_text_with_plain_decoding(
 
 def test_batch_counts_waves_in_which_all_decode(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     options = ("--model", str(tiny_folder), "--dtype", "float32", "--prompts", prompts, "--waves", "1")
-    rows = ("--concurrency", "2,4", "--rows", "suffix/2", "--max-new-tokens", "8", "--plot", str(tmp_path))
+    rows = ("--concurrency", "2,4", "--rows", "suffix/2,synthetic/3", "--acceptance", "0.9,0.5")
+    rows = (*rows, "--max-new-tokens", "8", "--plot", str(tmp_path))
     # The tiny model's context is what the waves would need, so the limit is the model's own.
     report, out = report_of("batch", tmp_path, *options, *rows)
     assert "requests at once" in out
@@ -89,7 +82,7 @@ def test_batch_counts_waves_in_which_all_decode(tiny_folder: Path, prompts: str,
     for level in report["levels"]:
         assert level["different"] == 0
         assert level["ratio"]["plain"] == 1
-        assert level["ratio"]["suffix/2"] > 0
+        assert min(level["ratio"]["suffix/2"], level["ratio"]["synthetic/3"]) > 0
     assert (tmp_path / "concurrency_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -147,16 +140,7 @@ def test_a_peer_meets_the_same_cold_waves(
 
 
 def test_step_is_beside_its_floor(tiny_folder: Path, tmp_path: Path) -> None:
-    options = (
-        "--model",
-        str(tiny_folder),
-        "--dtypes",
-        "float32,int8",
-        "--rows",
-        "1,4",
-        "--contexts",
-        "32,64",
-    )
+    options = f"--model {tiny_folder} --dtypes float32,int8 --rows 1,4 --contexts 32,64".split()
     more = ("--repeats", "2", "--requests", "2", "--plot", str(tmp_path))
     report, out = report_of("step", tmp_path, *options, *more)
     assert "floor" in out
@@ -186,6 +170,8 @@ def test_a_server_stands_load(tmp_path: Path) -> None:
         (("decode", "--rows", "suffix/x"), "write a drafter and its length"),
         (("batch", "--concurrency", "1,x"), "--concurrency is '1,x'"),
         (("batch", "--peers", "vllm"), "measured with --cold"),
+        (("batch", "--acceptance", "1.2"), "--acceptance is '1.2'"),
+        (("batch", "--cold", "--rows", "synthetic/3"), "--rows holds 'synthetic/3'"),
         (("batch", "--cold", "--peers", "vlm"), "did you mean 'vllm'"),
         (("step", "--rows", "0"), "--rows is '0'"),
         (("soak", "lod"), "did you mean 'load'"),

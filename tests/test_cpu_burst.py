@@ -318,7 +318,9 @@ def test_logits_that_are_not_finite_end_their_request(head: str) -> None:
     engine.add(ours)
     engine.step()
     assert ours.num_output == 1
-    engine.executor.memory.values[:, ours.cache.blocks[0] * 16 : ours.cache.blocks[0] * 16 + 4] = float("nan")
+    engine.executor.memory.parts[1][:, ours.cache.blocks[0] * 16 : ours.cache.blocks[0] * 16 + 4] = float(
+        "nan"
+    )
     engine.step()
     assert isinstance(ours.error, ModelError)
     assert ours.output == theirs.output[: ours.num_output]

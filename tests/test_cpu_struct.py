@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from numba import njit
@@ -48,3 +51,12 @@ def test_sizes_count_the_numbers_of_nested_structs() -> None:
     assert [size_of(Inner), size_of(Outer), len(memory)] == [2, 7, 7]
     before_other = size_of(Outer) - size_of(Inner)
     assert read_inner(memory.buffer_info()[0] + 8 * before_other) == (1 << 60, 1e-300)
+
+
+def test_a_kernel_runs_where_no_file_can_be_written(tmp_path: Path) -> None:
+    """As on a full disk: every write fails, and only the next process compiles once more."""
+    source = "from paceline.cpu.compile import kernel\n\n\n@kernel\ndef one():\n    return 1\n"
+    (tmp_path / "kernels.py").write_text(source)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    for program in (f"{limit}; import kernels; assert kernels.one() == 1", "import kernels; kernels.one()"):
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

@@ -29,10 +29,10 @@ def run(code: str, timeout: float = 300, **variables: str) -> subprocess.Complet
 
 FEWER = """
 import numba
-from paceline.cpu import decoder
+from paceline.cpu import pass_memory
 from tests.odd_models import digest
 print(digest("int8"))
-decoder.num_threads = lambda: 2  # asked for by every pass, as before,
+pass_memory.num_threads = lambda: 2  # asked for by every pass, as before,
 numba.set_num_threads(1)  # but from now on the runtime gives one
 print(digest("int8"))
 numba.set_num_threads(2)

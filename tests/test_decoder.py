@@ -265,9 +265,10 @@ def test_impossible_options_are_named(option: dict[str, Any], named: str) -> Non
 
 def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() -> None:
     compiled, reference = CpuBackend(use_cache=False), backend_for(torch.device("cpu"), "torch")
-    assert (compiled.default_dtype, reference.default_dtype) == ("int8", "float32")
+    source = tiny("llama")[0]
+    assert (compiled.default_dtype(source), reference.default_dtype(source)) == ("int8", "float32")
     for backend, made in ((compiled, decoder("llama", dtype="int8")), (reference, decoder("llama", "torch"))):
-        loaded: Any = backend.load(tiny("llama")[0], backend.default_dtype)
+        loaded: Any = backend.load(source, backend.default_dtype(source))
         assert torch.equal(whole(loaded, TOKENS[:9]).logits, whole(made, TOKENS[:9]).logits)
 
 

@@ -108,14 +108,14 @@ def test_pictures_need_an_extra_that_is_named(monkeypatch: pytest.MonkeyPatch, t
 @pytest.fixture
 def terminal(tiny: LLM, tiny_folder: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
     """As wide and as slow as the test says; the model was loaded before, so its kernels are compiled."""
-    width, slow = request.param
-    prompt = ("--prompt", "the line the line the line", "--max-tokens", "24", "--slow", slow)
+    width, slow, length = request.param
+    prompt = ("--prompt", "the line the line the line", "--max-tokens", length, "--slow", slow)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     yield from start(("demo", "--model", str(tiny_folder), *prompt), (ours, theirs), TERM="xterm-256color")
 
 
-@pytest.mark.parametrize("terminal", [(100, "20")], indirect=True)
+@pytest.mark.parametrize("terminal", [(100, "20", "24")], indirect=True)
 def test_a_race_at_a_terminal(terminal: Terminal) -> None:
     assert terminal.exit_status() == 0
     assert "replayed together" in terminal.seen
@@ -124,7 +124,7 @@ def test_a_race_at_a_terminal(terminal: Terminal) -> None:
     assert "identical" in terminal.seen.split("replayed together")[-1]
 
 
-@pytest.mark.parametrize("terminal", [(50, "1000")], indirect=True)
+@pytest.mark.parametrize("terminal", [(50, "1000", "120")], indirect=True)
 def test_an_interrupted_race_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
     terminal.read_until("replayed together")
     terminal.type("\x03")

@@ -181,7 +181,7 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
 
 def test_the_documents_keep_their_size() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-    assert len(list((ROOT / "docs" / "decisions").iterdir())) <= 16
+    assert len(list((ROOT / "docs" / "decisions").iterdir())) <= 19
 
 
 def test_every_decision_has_a_question_and_a_decision() -> None:

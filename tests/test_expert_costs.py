@@ -81,6 +81,15 @@ def test_a_pass_reads_the_experts_that_its_rows_wake() -> None:
     assert deployed.free_rows == 1
 
 
+def test_experts_alone_are_read_in_mxfp4() -> None:
+    """Whatever else there is has 16 bits."""
+    config = read_config("config.json", VALUES)
+    narrow, whole = (Deployment(config, HARDWARE["h200"], each, "bfloat16") for each in ("mxfp4", "bfloat16"))
+    saved = EXPERT * (2 - 4.25 / 8)
+    assert whole.weight_bytes - narrow.weight_bytes == pytest.approx(128 * saved)
+    assert whole.bytes_read - narrow.bytes_read == pytest.approx(8 * saved)
+
+
 def test_plan_shows_experts(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(VALUES))

@@ -13,19 +13,22 @@ import pytest
 import torch
 
 from paceline.api.llm import LLM
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.params import SamplingParams
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.hf_config import read_config
-from paceline.models.config import NO_ROPE, RopeConfig
+from paceline.models.attention import FLOATS, bytes_per_token
+from paceline.models.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.rope import frequencies, query_scales, rotary_tables
+from paceline.models.shard import Shard
 from tests.laws.harness import RandomCheckpoint
 from tests.make_models import OTHER_FAMILIES, SIZES, tiny_gguf, tiny_hf, tiny_tokenizer
-from tests.odd_models import DTYPES, EXTRA, odd_model
+from tests.odd_models import DTYPES, EXTRA, HEADS, odd_model
 from tests.passes import Rows, ancestors, batch_of, new_kv, shuffled_blocks
 from tests.test_decoder import Loaded, whole
 
+GEMMA4 = ("gemma4", "gemma4_moe")
 # Beyond the original context of phi3_long, so that transformers takes the long factors from the first pass on.
 TOKENS = [(29 * i * i + 17 * i + 3) % 384 for i in range(36)]
 TREE, PARENTS = [7, 70, 170, 8, 80, 180, 9], [-1, 0, 0, 1, 1, 2, 5]
@@ -57,7 +60,7 @@ def decoder(family: str, kernels: str, dtype: str = "float32", seed: int = 0) ->
 
 
 @pytest.mark.parametrize("kernels", ["exact", "torch"])
-@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss", *GEMMA4])
 def test_prompt_steps_tree_and_rollback_are_those_of_transformers(family: str, kernels: str) -> None:
     theirs, ours = oracle(family)[0], decoder(family, kernels)
     kv, blocks, end = new_kv(ours), shuffled_blocks(1)[0], len(TOKENS) + 3
@@ -78,7 +81,7 @@ def test_prompt_steps_tree_and_rollback_are_those_of_transformers(family: str, k
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, GEMMA4[0]])
 def test_quantized_rounds_as_the_reference_does(family: str, dtype: str) -> None:
     """An activation on the border between two integers may fall on either side, and rows after it then differ
     a little: in the best of a few random models not before the 17th row, until which both agree as floats do.
@@ -96,11 +99,12 @@ def test_quantized_rounds_as_the_reference_does(family: str, dtype: str) -> None
     assert max(agreeing) > 16
 
 
+@pytest.mark.parametrize("config", [EXTRA, HEADS], ids=["extra", "heads"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_with_every_extra_do_not_depend_on_company(dtype: str) -> None:
+def test_bits_with_every_extra_do_not_depend_on_company(dtype: str, config: ModelConfig) -> None:
     """One by one, in chunks over the borders of the kernels, beside another request, as a tree."""
-    model, (blocks, others) = odd_model(dtype, EXTRA), shuffled_blocks(2)
-    tokens = [(31 * i * i + 7 * i + 3) % EXTRA.vocab_size for i in range(90)]
+    model, (blocks, others) = odd_model(dtype, config), shuffled_blocks(2)
+    tokens = [(31 * i * i + 7 * i + 3) % config.vocab_size for i in range(90)]
     expected, kv, start = whole(model, tokens).logits, new_kv(model), 0
     for size in (1, 1, 14, 16, 17, 30):
         requests = [Rows(tokens[:size], others), Rows(tokens[start : start + size], blocks, start)]
@@ -110,12 +114,12 @@ def test_bits_with_every_extra_do_not_depend_on_company(dtype: str) -> None:
     tree = Rows([5, tokens[start], 6, *tokens[start + 1 : start + 3], 7], blocks, start, [-1, -1, 1, 1, 3, 3])
     found = model.forward(batch_of([tree], rows=[1, 3, 4]), kv).logits
     assert torch.equal(found, expected[start : start + 3])
-    reference = whole(Decoder.load(RandomCheckpoint(EXTRA), dtype=dtype), tokens).logits
+    reference = whole(Decoder.load(RandomCheckpoint(config), dtype=dtype), tokens).logits
     limit = 1e-4 if dtype == "float32" else 0.03
     assert (expected - reference).abs().mean() < limit * reference.std()
 
 
-@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "gpt_oss", *GEMMA4])
 def test_greedy_text_is_that_of_generate(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -127,8 +131,8 @@ def test_greedy_text_is_that_of_generate(family: str, tmp_path: Path) -> None:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, eos_token_id=383
         )[0, len(TOKENS) :].tolist()
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    files = {"folder": folder, "gguf": tiny_gguf(tmp_path / "m.gguf", folder)}
-    for file in files.values():
+    files = [folder] if family in GEMMA4 else [folder, tiny_gguf(tmp_path / "m.gguf", folder)]
+    for file in files:
         drafts = {"method": "ngram", "num_speculative_tokens": 3}
         with LLM(str(file), dtype="float32", speculative_config=drafts, progress=False) as llm:
             (result,) = llm.generate([TOKENS], greedy)
@@ -205,7 +209,7 @@ def test_released_configs() -> None:
     sizes |= {"hidden_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 24}
     smollm = read_config("c", {"model_type": "smollm3", **sizes, "rope_theta": 5e6})
     assert smollm.rope_layers == (True, True, True, False) * 2
-    assert (smollm.rope.theta, smollm.tie_embeddings, smollm.rope_of(3)) == (5e6, True, NO_ROPE)
+    assert (smollm.rope.theta, smollm.tie_embeddings, smollm.rope_of(3)) == (5e6, True, (NO_ROPE, 128))
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     phi = read_config(
         "c",
@@ -236,13 +240,57 @@ def test_released_configs() -> None:
     assert (granite.logits_scale, granite.scale) == (0.125, 1.0)
 
 
+GEMMA_26B = {
+    "model_type": "gemma4_text", "vocab_size": 262_144, "hidden_size": 2816, "intermediate_size": 2112,
+    "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "max_position_embeddings": 262_144, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+    "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+    "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+}  # fmt: skip
+
+
+def test_gemma_4_has_two_kinds_of_layers() -> None:
+    """As the released files say it, which newer ones spell layer by layer."""
+    config = read_config("c", {"model_type": "gemma4", "text_config": GEMMA_26B})
+    local, whole_context = config.kinds
+    assert [config.kind_of(i) for i in range(12)] == [0, 0, 0, 0, 0, 1] * 2
+    assert (local.num_kv_heads, local.head_dim, local.scale) == (8, 256, 1.0)
+    assert (whole_context.num_kv_heads, whole_context.head_dim) == (2, 512)
+    assert config.rope_of(0) == (RopeConfig(), 256)
+    assert config.rope_of(5) == (RopeConfig(1e6, "proportional", 0.25), 512)
+    assert config.experts == ExpertsConfig(128, 8, 704, shared_inner=2112, has_norms=True)
+    assert bytes_per_token(config, FLOATS) == 4 * (25 * 8 * 2 * 256 + 5 * 2 * 2 * 512)
+    each = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in range(5, 30, 6)}
+    spelled = {key: value for key, value in GEMMA_26B.items() if "global" not in key}
+    assert read_config("c", spelled | {"per_layer_config": each}) == config
+    with pytest.raises(ConfigError, match="two sizes of heads"):
+        Shard(0, 2).check(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size_per_layer_input", 256),
+        ("num_kv_shared_layers", 20),
+        ("use_bidirectional_attention", "all"),
+        ("attention_bias", True),
+        ("per_layer_config", {"5": {"head_dim": 512}}),
+        ("per_layer_config", {"5": {"head_dim": 512, "sliding_window": 3}}),
+    ],
+)
+def test_what_gemma_4_is_not_run_with_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ModelFileError, match=key):
+        read_config("c", GEMMA_26B | {key: value})
+
+
 def test_the_gpu_refuses_in_one_error_what_its_kernels_do_not_do() -> None:
     pytest.importorskip("triton")
     from paceline.cuda.weights import check_config
 
     with pytest.raises(ConfigError, match=r"post_norm = True, .*query_beta = 0.2 .*'cpu'"):
         check_config(EXTRA)
-    for family in ("smollm3", "phi3", "phi3_long", "granite", "llama_biased", "gpt_oss"):
+    for family in ("smollm3", "phi3", "phi3_long", "granite", "llama_biased", "gpt_oss", *GEMMA4):
         check_config(oracle(family)[1].config)
     for family in ("olmo2", "olmo3", "ministral3"):
         with pytest.raises(ConfigError, match="the GPU kernels do not do"):

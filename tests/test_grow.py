@@ -210,18 +210,12 @@ def test_early_exit_writes_only_where_the_target_will_write_again() -> None:
     )
     request = request_of([3, 1, 2])
     ready(target, request, 4)
-    before, blocks = (
-        [data[:, :2].clone() for data in (target.memory.keys, target.memory.values)],
-        list(request.cache.blocks),
-    )
+    before, blocks = ([data[:, :2].clone() for data in target.memory.parts], list(request.cache.blocks))
     (draft,) = drafter.propose([request], [4])
     assert draft.num_drafted == 4
     assert request.cache.num_cached == 2
     assert request.cache.blocks == blocks
-    assert all(
-        (data[:, :2] == old).all()
-        for data, old in zip((target.memory.keys, target.memory.values), before, strict=True)
-    )
+    assert all((data[:, :2] == old).all() for data, old in zip(target.memory.parts, before, strict=True))
 
 
 @pytest.mark.parametrize(

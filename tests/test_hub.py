@@ -293,11 +293,9 @@ def test_paths_resolve_to_a_file_or_a_folder(tmp_path: Path, cache: Path) -> Non
     (tmp_path / "one").mkdir()
     file = tiny_gguf(tmp_path / "one" / "a.gguf", folder)
     assert hub.resolve(str(file)) == hub.resolve(str(file.parent)) == file
-    assert (hub.display_name(str(file)), hub.display_name(str(folder)), hub.display_name("Default")) == (
-        "a",
-        "hf",
-        hub.DEFAULT_MODEL,
-    )
+    assert hub.display_name(str(file)) == "a"
+    assert hub.display_name(str(folder)) == "hf"
+    assert hub.display_name("Default") == hub.DEFAULT_MODEL
     (tmp_path / "one" / "b.gguf").touch()
     with pytest.raises(ModelNotFound, match=r"2 GGUF files; name one of them: .*a\.gguf, .*b\.gguf"):
         hub.resolve(str(file.parent))
@@ -340,12 +338,10 @@ def test_a_cache_that_cannot_be_made_says_so(tmp_path: Path) -> None:
 
 def test_models_in_the_cache_are_listed_and_found(cache: Path, tmp_path: Path) -> None:
     first = hub.local_models()[0]
-    assert (first.name, first.is_here, first.bytes, first.kind) == (
-        hub.DEFAULT_MODEL,
-        False,
-        98_362_432,
-        "gguf",
-    )
+    assert first.name == hub.DEFAULT_MODEL
+    assert first.is_here is False
+    assert first.bytes == 98_362_432
+    assert first.kind == "gguf"
     folder = tiny_hf(cache / "models" / "mine", "llama")
     file = tiny_gguf(cache / "models" / "other.gguf", folder)
     found = {model.name: model for model in hub.local_models()[1:] if cache in model.path.parents}

@@ -77,7 +77,9 @@ def test_imports_point_downward(path: Path) -> None:
     for name in imports_of(path):
         top, _, rest = name.partition(".")
         assert top != "transformers" or is_worker, f"{path}: transformers is a test oracle"
-        assert top not in WEB or part == "server", f"{path} imports {name}: web names belong to server"
+        assert top not in WEB or part in ("server", "scale"), (
+            f"{path} imports {name}: web names belong to server and scale"
+        )
         if top == "paceline" and (target := rest.split(".")[0]) in LEVEL:
             assert target == part or LEVEL[target] <= LEVEL[part], (
                 f"{path} imports {name}, which lies above it"
@@ -125,3 +127,10 @@ def test_help_needs_no_engine() -> None:
         ).stdout.split()
         == []
     )
+
+
+def test_the_process_that_answers_http_needs_no_engine() -> None:
+    """Engines have processes of their own; torch alone would be 200 MB of memory and two seconds."""
+    code = "import sys, paceline.server.run; print(*[m for m in ('torch', 'numba', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip()

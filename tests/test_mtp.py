@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.types import Draft
-from tests.make_models import tiny_hf, tiny_tokenizer
+from tests.make_models import HYBRID_FAMILIES, tiny_hf, tiny_tokenizer
 from tests.test_decoder import TOKENS
 
 PLACE, LENGTH = TemporaryDirectory(), 40
 PROMPTS = [TOKENS[:12] * 2, TOKENS[20:57]]
 # family -> in its files: the prefix, the layer's, then names of fc and of the norms of tokens, states, outputs
 FILES = {
+    "glm4_moe": ("model.layers.3.", "", "eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    "qwen3_next": ("mtp.", "layers.0.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     "qwen3_5": ("mtp.", "layers.0.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     "qwen2": (
         "model.mtp_layers.0.", "", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
@@ -44,7 +46,7 @@ def folder(family: str) -> Path:
     width = tensors["model.norm.weight"].shape[0]
     tensors[f"{prefix}{fc}.weight"] = torch.randn(width, 2 * width, generator=generator) / width**0.5
     for name in norms:
-        offset = 0.0 if family == "qwen3_5" else 1.0
+        offset = 0.0 if family in HYBRID_FAMILIES else 1.0
         tensors[f"{prefix}{name}.weight"] = offset + 0.1 * torch.randn(width, generator=generator)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     return place
@@ -62,9 +64,8 @@ def expected(family: str, text: list[int], steps: int) -> list[int]:
     kind, last = type(model.model.layers[-1]), config.num_hidden_layers - 1
     layer, norm_kind = kind(config, last).eval(), type(model.model.norm)
     begins = prefix + layer_at
-    layer.load_state_dict(
-        {n.removeprefix(begins): t for n, t in tensors.items() if n.startswith(begins)}, False
-    )
+    own = {n.removeprefix(begins): t for n, t in tensors.items() if n.startswith(begins)}
+    layer.load_state_dict(own | joined(own), False)
     norms = []
     for name in norm_at:
         norms.append(norm_kind(config.hidden_size, config.rms_norm_eps))
@@ -74,16 +75,30 @@ def expected(family: str, text: list[int], steps: int) -> list[int]:
     tokens, found = text[1:], list[int]()
     for _ in range(steps):
         parts = [norms[0](embed(torch.tensor(tokens))), norms[1](sources)]
-        x = torch.cat(parts if family == "qwen3_5" else parts[::-1], -1) @ fc.T
+        x = torch.cat(parts[::-1] if family == "qwen2" else parts, -1) @ fc.T
         count = len(tokens)
         positions = torch.arange(count)[None]
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         turned = model.model.rotary_emb(x[None], positions)
         out = layer(x[None], position_embeddings=turned, attention_mask=mask, position_ids=positions)
-        out = norms[2](out if isinstance(out, torch.Tensor) else out[0])[0]
-        found.append(int(model.lm_head(out[-1]).argmax()))
-        tokens, sources = [*tokens, found[-1]], torch.cat([sources, out[-1:]])
+        out = (out if isinstance(out, torch.Tensor) else out[0])[0]
+        normed = norms[2](out)
+        found.append(int(model.lm_head(normed[-1]).argmax()))
+        sources = torch.cat([sources, (out if family == "glm4_moe" else normed)[-1:]])
+        tokens = [*tokens, found[-1]]
     return found
+
+
+def joined(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts of a layer's file as transformers' classes have them in memory."""
+    count = len([name for name in own if name.endswith("down_proj.weight") and ".experts." in name])
+    if not count:
+        return {}
+    gate, up, down = (
+        torch.stack([own[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(count)])
+        for part in ("gate", "up", "down")
+    )
+    return {"mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
 
 
 def llm_of(family: str, speculative: Any, dtype: str = "float32", **options: Any) -> LLM:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # imported, and by whom installed
 BROUGHT = {"llvmlite": "numba", "starlette": "fastapi", "triton": "torch", "PIL": "matplotlib"}
-BROUGHT |= {"pydantic_core": "pydantic"}
+BROUGHT |= {"pydantic_core": "pydantic", "yarl": "aiohttp"}
 MOST_BYTES = 20 * 2**20
 STEPS = {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE"}
 STEPS |= {"HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT"}
@@ -87,7 +87,7 @@ def test_all_that_is_imported_is_asked_for() -> None:
             names = {each.split(".")[0] for each in imports_of(path)} - sys.stdlib_module_names - {"paceline"}
             found = {BROUGHT.get(name, name) for name in names}
             unasked |= {(path.parts[-2], name) for name in found if not known.get(name, {name}) & asked}
-    extras = {"server": ("server",), "bench": ("measure", "train", "cli")}
+    extras = {"server": ("server", "scale"), "scale": ("scale",), "bench": ("measure", "train", "cli")}
     for extra, folders in extras.items():
         more = {normal(re.split(r"[^\w.-]", each)[0]) for each in PROJECT["optional-dependencies"][extra]}
         unasked -= {(folder, name) for folder, name in unasked if folder in folders and known[name] & more}

@@ -305,15 +305,6 @@ def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
     assert paths == {(3,): "a", (3, 4): "a", (3, 5): "b", (6,): "b"}
 
 
-def test_where_only_chains_may_be_checked_only_a_chain_is() -> None:
-    policy = AutoPolicy([Skilled(sometimes(1.0))], CostTable(CHEAP), has_trees=False)
-    request = request_of()
-    one = planned(policy, request)
-    root = request.tokens[-1]
-    tree = Draft(Tree((root, 3, 4, 5, 6), (-1, 0, 0, 1, 2)), "a", chances=(1.0, 0.4, 0.5, 0.3, 0.45))
-    assert policy.choose([one], {0: [(0, tree)]})[0].tree == Tree.chain(root, (4, 6))
-
-
 def test_no_more_nodes_are_checked_than_slots_are_reserved() -> None:
     policy, request = AutoPolicy([Skilled(sometimes(1.0))], CostTable(CHEAP)), request_of()
     one = planned(policy, request)

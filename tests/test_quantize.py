@@ -109,6 +109,14 @@ def test_int4_loses_nothing_of_a_file_in_q4_1(seed: int, num_rows: int, groups: 
     assert torch.equal(dequantize(quantized, weight.shape[1]), weight)
 
 
+def test_nothing_that_is_stored_has_a_sign() -> None:
+    """The minimum of a group that begins at zero is -0.0 on some processors, and kernels read no sign."""
+    weight = torch.arange(64.0).repeat(3, 1) - torch.tensor([[0.0], [64.0], [31.0]])
+    quantized = quantize(weight, 4)
+    assert quantized.minima is not None
+    assert not torch.signbit(torch.stack([quantized.scales, quantized.minima])).any()
+
+
 def test_int4_loses_nothing_of_the_default_model() -> None:
     opened = open_checkpoint(str(hub.resolve("default", progress=False)), progress=False)
     for name in (

@@ -28,11 +28,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_best_head_of_the_target_is_found(folder: Path) -> None:
-    found = registry.shipped_head(RandomCheckpoint(), True)
+    found = registry.head_for(RandomCheckpoint(), True)
     assert found is not None
     assert (found["method"], found["model"]) == ("eagle", str(folder / "eagle"))
-    assert (registry.shipped_head(RandomCheckpoint(), "medusa") or {})["method"] == "medusa"
-    assert registry.shipped_head(RandomCheckpoint(), False) is None
+    assert (registry.head_for(RandomCheckpoint(), "medusa") or {})["method"] == "medusa"
+    assert registry.head_for(RandomCheckpoint(), False) is None
 
 
 def test_another_model_gets_none_and_its_weights_are_not_read(
@@ -45,16 +45,33 @@ def test_another_model_gets_none_and_its_weights_are_not_read(
     (other / "config.json").write_text(
         json.dumps({**values, "target_hash": target_hash(RandomCheckpoint())[::-1]})
     )
-    assert registry.shipped_head(RandomCheckpoint(), True) is None, "the same sizes, other weights"
+    assert registry.head_for(RandomCheckpoint(), True) is None, "the same sizes, other weights"
     (other / "config.json").write_text(json.dumps({**values, "hidden_size": 7}))
     target = RandomCheckpoint()
     monkeypatch.setattr(type(target), "tensor", None)
-    assert registry.shipped_head(target, True) is None
+    assert registry.head_for(target, True) is None
 
 
 def test_a_kind_that_is_not_shipped_for_the_target_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'dflash'.*FOLDER"):
-        registry.shipped_head(RandomCheckpoint(), "dflash")
+    with pytest.raises(ConfigError, match=r"'dflash'.*paceline train"):
+        registry.head_for(RandomCheckpoint(), "dflash")
+
+
+def test_a_head_that_was_trained_here_is_found_in_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = folder / "cache" / "heads" / "tiny" / "draft"
+    kept.parent.mkdir(parents=True)
+    kept.symlink_to(random_head("draft", RandomCheckpoint()))
+    monkeypatch.setenv("PACELINE_CACHE", str(folder / "cache"))
+    assert (registry.head_for(RandomCheckpoint(), "draft") or {})["model"] == str(kept)
+    assert registry.head_folder("draft", RandomCheckpoint()) == str(kept)
+
+
+def test_a_head_may_be_named_by_its_folder(folder: Path) -> None:
+    asked = parse_speculation({"method": "auto", "head": str(folder / "medusa")})
+    found = registry.head_for(RandomCheckpoint(), asked.head) or {}
+    assert (found["method"], found["model"]) == ("medusa", str(folder / "medusa"))
 
 
 @pytest.mark.parametrize(

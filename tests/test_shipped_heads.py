@@ -54,13 +54,12 @@ def test_a_shipped_head_drafts_well_and_changes_nothing(kind: str, plain: list[s
     assert tau >= TAU[kind]
 
 
-@pytest.mark.parametrize("taps", [[27, 15, 2], pytest.param([5, 10, 20], marks=pytest.mark.slow)])
-def test_wrong_layers_are_warned_of(tmp_path: Path, taps: list[int]) -> None:
+def test_wrong_layers_are_warned_of(tmp_path: Path) -> None:
     """Nothing else tells of them: the text stays what it is, only slower."""
     wrong = tmp_path / "eagle"
     shutil.copytree(HEADS / "eagle", wrong)
     config = json.loads((wrong / "config.json").read_text())
-    (wrong / "config.json").write_text(json.dumps({**config, "taps": taps}))
+    (wrong / "config.json").write_text(json.dumps({**config, "taps": [27, 15, 2]}))
     llm = LLM(
         speculative_config={"method": "eagle", "model": str(wrong), "num_speculative_tokens": 2},
         progress=False,

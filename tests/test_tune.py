@@ -176,17 +176,9 @@ def test_answers_that_cannot_be_timed_are_reported(folder: Path, tiny: LLM, tiny
 def test_an_interrupt_saves_nothing(folder: Path, tiny_folder: Path) -> None:
     (folder / "prompts.txt").write_text("\n".join(f"{TEXTS[0]} {i}" for i in range(2000)))
     code = "from paceline.cli.entry import main; raise SystemExit(main())"
-    flags = [
-        "tune",
-        "--model",
-        str(tiny_folder),
-        "--prompts",
-        str(folder / "prompts.txt"),
-        "--methods",
-        "ngram",
-        "--limit",
-        "2000",
-    ]
+    flags = (
+        f"tune --model {tiny_folder} --prompts {folder / 'prompts.txt'} --methods ngram --limit 2000"
+    ).split()
     with subprocess.Popen(
         [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
     ) as process:

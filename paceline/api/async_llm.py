@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.api.inbox import Inbox, result_of
-from paceline.api.intake import Prompt, per_prompt, refuse_adapter
+from paceline.api.intake import Prompt, per_prompt
 from paceline.api.llm import CLOSED, LLM
 from paceline.api.options import EngineOptions
 from paceline.api.results import Result
@@ -104,8 +104,7 @@ class AsyncLLM:
         *, lora_request: None = None, priority: int = 0,
     ) -> AsyncIterator[Result]:  # fmt: skip
         """Outputs as they are written: all so far, or what is new, as sampling_params.output_kind says."""
-        refuse_adapter(lora_request)
-        (params,) = per_prompt(sampling_params, 1, self.llm.get_default_sampling_params())
+        (params,) = per_prompt(sampling_params, 1, self.llm.get_default_sampling_params(), lora_request)
         require(is_whole(priority), "priority", priority, "give a whole number")
         with self._work:
             if self._is_closed:

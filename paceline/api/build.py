@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
@@ -19,6 +22,7 @@ from paceline.core.types import BLOCK_SIZE, PassSizes, Request
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
+from paceline.engine.handover import Handovers
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
@@ -26,8 +30,15 @@ from paceline.loaders.fields import read_json
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
+from paceline.models.shard import Shard
+from paceline.models.stage import Stage, without_layers
 from paceline.runtime.backend import backend_for, free_memory, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
+from paceline.runtime.meet import join, listen, place_of
+from paceline.runtime.part import load_part
+from paceline.runtime.ranks import Ranks, RankSetup
+from paceline.runtime.stage import follow
+from paceline.runtime.stages import Stages, StagesExecutor
 
 PATIENCE_S = 1.0  # what is done sooner needs no words
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default, and for recurrent states
@@ -49,20 +60,19 @@ class Speculation(NamedTuple):
 
     drafters: tuple[tuple[type[Drafter], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
-    head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
+    head: bool | str = False  # whether the target's head drafts too; or the kind it must be, or its folder
 
 
 def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
     """None or "off": plain decoding. "auto": the policy chooses drafters and lengths; with "head": False
-    without the learned head that is shipped for the target, with its kind that one. A method: that one; with
-    a length, always that many tokens."""
+    without the learned head that is found for the target, with a kind or a folder that one. A method: that
+    one; with a length, always that many tokens."""
     head: bool | str = True
     if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
         if options["method"] == "auto":
             head = options.get("head", True)
-            is_known = isinstance(head, bool) or head in registry.SHIPPED
-            remedy = f"use True, False or one of {', '.join(registry.SHIPPED)}"
-            require(is_known, "speculative_config head", head, remedy)
+            if not isinstance(head, bool) and head not in registry.SHIPPED:
+                registry.kind_of(head)  # refused before a model is read
         known = ("method", "head") if options["method"] == "auto" else ("method",)
         extra = next((name for name in options if name not in known), None)
         if extra is not None:
@@ -82,16 +92,19 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
 
 
 def build(options: EngineOptions) -> Built:
+    follow_if_told(options)
     asked = parse_speculation(options.speculative_config)  # refused before a model is read
     place = resolve(options.device)
     backend = backend_for(place, options.kernels, options.exact)
-    dtype = backend.default_dtype if options.dtype == "auto" else options.dtype
-    backend.check_dtype(dtype)
+    if options.dtype != "auto":
+        backend.check_dtype(options.dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
+    dtype = backend.default_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     defaults = sampling_defaults(options, checkpoint.path)
     tokenizer = Tokenizer(checkpoint.tokenizer_source())
-    head = registry.shipped_head(checkpoint, asked.head)
-    if head is not None:
+    head = registry.head_for(checkpoint, asked.head)
+    is_for_cpu = checkpoint.config.experts is not None and (head or {}).get("method") == "mtp"
+    if head is not None and (place.type == "cpu" or not is_for_cpu):
         asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
     kept = backend.kv_format(dtype, options.kv_cache_dtype)
     free = free_memory(place, checkpoint.config, dtype)
@@ -101,26 +114,47 @@ def build(options: EngineOptions) -> Built:
     num_draft = most if asked.is_pinned else min(most, length - 1)
     config = options.engine_config(length, num_draft)
 
-    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
+    def load(
+        source: str | Checkpoint, its_dtype: str = dtype, setup: RankSetup | None = None,
+        skipped: Collection[int] = (),
+    ) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:  # fmt: skip
+        """setup: of the target, of which other processes may hold parts; else it is whole in this one, but
+        for the layers that are skipped."""
         other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
+        other = without_layers(other, skipped)
         words = Tokenizer(other.tokenizer_source()) if isinstance(source, str) else tokenizer
-        with waiting("packing the weights for this machine (once)", options.progress):
-            decoder = backend.load(other, its_dtype, length)
-        its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
-        kv = KvMemory(other.config, num_blocks, place, its_format, _num_states(other.config, config, free))
-        executor = LocalExecutor(backend, decoder, kv)
+        if setup is not None and setup.stage.size * setup.num_ranks > 1:
+            executor = _spread(options, other, setup)
+        else:
+            with waiting("packing the weights for this machine (once)", options.progress):
+                decoder = backend.load(other, its_dtype, length)
+            its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
+            num_states = _num_states(other.config, config, free)
+            kv = KvMemory(other.config, num_blocks, place, its_format, num_states)
+            executor = LocalExecutor(backend, decoder, kv)
         with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
             executor.warm_up()
             executor.record(PassSizes(config.max_num_seqs, num_draft))
         return other, words, executor
 
-    executor = load(checkpoint)[2]
+    path, stage = str(checkpoint.path), Stage(0, options.pipeline_parallel_size)
+    executor = load(checkpoint, setup=RankSetup(
+        options.model if options.load_format == "dummy" else path, options.load_format, options.kernels,
+        dtype, options.kv_cache_dtype, num_blocks, length, torch.get_num_threads(),
+        options.enable_expert_parallel, options.tensor_parallel_size, stage, device=str(place),
+    ))[2]  # fmt: skip
     context = DrafterContext(executor, checkpoint, tokenizer, load)
     with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
         drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
         policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
     return Built(engine, checkpoint, tokenizer, context, defaults)
+
+
+def handovers_of(engine: Engine, checkpoint: Checkpoint, options: EngineOptions) -> Handovers:
+    is_auto, backend = options.dtype == "auto", engine.executor.backend
+    dtype = backend.default_dtype(checkpoint) if is_auto else options.dtype
+    return Handovers(engine, checkpoint.fingerprint, f"{dtype} by {options.kernels} kernels")
 
 
 def sampling_defaults(options: EngineOptions, folder: Path) -> dict[str, Any]:
@@ -142,6 +176,44 @@ def sampling_defaults(options: EngineOptions, folder: Path) -> dict[str, Any]:
     return values
 
 
+def _spread(options: EngineOptions, checkpoint: Checkpoint, setup: RankSetup) -> LocalExecutor:
+    """Over stages, and each of these over ranks."""
+    device, stage = resolve(options.device), setup.stage
+    is_possible = stage.size == 1 or device.type == "cpu"
+    remedy = f"on {device} use 1, or set device to cpu"
+    require(is_possible, "pipeline_parallel_size", stage.size, remedy)
+    stage.check(checkpoint.config)
+    if setup.num_ranks > 1:
+        shard = Shard(0, setup.num_ranks, setup.is_by_expert)
+        shard.check(checkpoint.config, options.kernels if device.type == "cpu" else "torch")
+    with waiting("starting the ranks", options.progress):
+        stages = None if stage.size == 1 else _stages(stage.size)
+        if stages is not None:
+            setup = setup._replace(num_local_stages=len(stages.processes) + 1)
+            stages.set_up(setup, checkpoint.fingerprint)
+        ranks = None if setup.num_ranks == 1 else Ranks(setup)
+    backend = backend_for(
+        device, options.kernels, group=ranks and ranks.group, num_stages=setup.num_local_stages
+    )
+    with waiting("packing the weights for this machine (once)", options.progress):
+        own = load_part(backend, checkpoint, setup, ranks)
+    return own if stages is None else StagesExecutor(own, stages, checkpoint.config)
+
+
+def _stages(size: int) -> Stages:
+    """Started here, or as this process was, from outside."""
+    place = place_of(os.environ, size)
+    return Stages.start(size) if place is None else Stages(listen(place))
+
+
+def follow_if_told(options: EngineOptions) -> None:
+    """As another rank than 0 of a pipeline (runtime/meet.py) this process is a stage, and nothing else."""
+    place = place_of(os.environ, options.pipeline_parallel_size)
+    if place is not None and place.rank:
+        follow(join(place), options.model)
+        raise SystemExit(0)
+
+
 def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dtype: str) -> AutoPolicy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
     this machine."""
@@ -153,10 +225,9 @@ def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dt
             drafter.release(example)
     executor = context.executor
     profile = profile_of(executor, profile_path(context.checkpoint.fingerprint, dtype, executor))
-    has_trees = executor.decoder.checks_trees
     backend, known = executor.backend, profile.drafters
     limits: dict[str, Any] = {"most_requests": backend.most_drafted, "most_matched": backend.most_matched}
-    return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known, **limits)
+    return AutoPolicy(single, profile.costs, most_nodes=num_draft, known=known, **limits)
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:
@@ -169,9 +240,8 @@ def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
     num_blocks = -(-(options.max_model_len or model.max_context) // BLOCK_SIZE) + 1
-    return min(
-        num_blocks * BLOCK_SIZE * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free)
-    )
+    wanted = num_blocks * BLOCK_SIZE * options.max_num_seqs * bytes_per_token(model, kept)
+    return min(wanted, int(SPARE * free))
 
 
 def _num_states(model: ModelConfig, config: EngineConfig, free: int) -> int:

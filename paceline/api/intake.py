@@ -1,5 +1,6 @@
 """Turns prompts and their options into engine requests, checking against the model what SamplingParams could
-not. Invariant: what it refuses is refused before anything is queued.
+not; and conversations into prompts, by vLLM's options of `LLM.chat` and the model's chat template. Invariant:
+what is not done as it was asked for is refused by name, before anything is queued.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from paceline.core.content import for_plain_template, plain_messages, text_of
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.grammar import GrammarCompiler, GrammarConstraint
 from paceline.core.noise import child_seed
@@ -24,6 +26,9 @@ from paceline.loaders.tokenizer import Tokenizer
 # A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": [...]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Messages = Sequence[Mapping[str, Any]]  # a conversation
+TAKEN = ("messages", "template", "chat_template", "tools", "add_generation_prompt")
+FORMATS = ("auto", "string", "openai")
 FORMS = "give a text, token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
 
 
@@ -161,11 +166,10 @@ def _token_ids(prompt: Any) -> list[int]:
         raise RequestError(f"the prompt holds {tokens!r:.40}; give a text or a list of token ids") from None
 
 
-def refuse_adapter(given: object) -> None:
-    require(given is None, "lora_request", given, "there are no adapters; merge it into the weights")
-
-
-def per_prompt(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
+def per_prompt(
+    params: Params, count: int, default: SamplingParams, adapter: object = None
+) -> list[SamplingParams]:
+    require(adapter is None, "lora_request", adapter, "there are no adapters; merge it into the weights")
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -175,3 +179,54 @@ def per_prompt(params: Params, count: int, default: SamplingParams) -> list[Samp
         found = f"{len(params)} SamplingParams for {count} prompts"
         raise ConfigError(f"there are {found}; give one, or one for each")
     return list(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    chat_template: str | None = None  # a Jinja text, instead of the model's own
+    chat_template_content_format: str = "auto"  # "openai": the template is given lists of parts as they are
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer goes on where the last message ends
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None  # what only some templates read
+
+    def __post_init__(self) -> None:
+        name, chosen = "chat_template_content_format", self.chat_template_content_format
+        require(chosen in FORMATS, name, chosen, f"use one of {', '.join(FORMATS)}")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
+        is_both = self.continue_final_message and self.add_generation_prompt
+        require(not is_both, "continue_final_message", True, "it needs add_generation_prompt=False")
+        tools, more = self.tools or (), self.chat_template_kwargs or {}
+        is_list = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+        require(is_list, "tools", tools, "give a list of dicts, or None")
+        require(isinstance(more, Mapping), "chat_template_kwargs", more, "give a dict, or None")
+        taken = next((name for name in more if name in TAKEN), None)
+        require(taken is None, "chat_template_kwargs", more, f"{taken} has an option of its own")
+        is_text = isinstance(self.chat_template, str | None)
+        require(is_text, "chat_template", self.chat_template, "give the template's text, or None")
+
+    def written(self, tokenizer: Tokenizer, messages: Messages) -> str:
+        """The conversation as the template writes it."""
+        keeps_parts = self.chat_template_content_format == "openai"
+        plain = plain_messages(messages, keeps_parts)
+        if not any(message["content"] or message.get("tool_calls") for message in plain):
+            raise RequestError("the conversation is empty; give at least one message with content")
+        template = self.chat_template or tokenizer.chat_template
+        knows_tools = template is None or "tools" in template
+        shown = plain if knows_tools else for_plain_template(plain, self.tools)
+        variables = dict(self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt)
+        if knows_tools:
+            variables["tools"] = self.tools or None
+        text = tokenizer.chat(shown, template=template, **variables)
+        return _up_to(text, text_of(plain[-1]["content"])) if self.continue_final_message else text
+
+
+def _up_to(text: str, last: str) -> str:
+    """The text without what the template writes after the last message."""
+    for words in (last, last.strip()):
+        place = text.rfind(words)
+        if place >= 0 and words:
+            return text[: place + len(words)]
+    remedy = "the chat template changes it, or it is empty; put it into the prompt of generate"
+    raise RequestError(f"continue_final_message cannot find the last message; {remedy}")

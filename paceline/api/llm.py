@@ -12,12 +12,12 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline.api.build import build
-from paceline.api.chat import ChatOptions, Conversation
+from paceline.api.build import build, handovers_of
 from paceline.api.inbox import Inbox, result_of
-from paceline.api.intake import Encoded, Intake, Params, Prompt, as_list, per_prompt, refuse_adapter
+from paceline.api.intake import ChatOptions, Encoded, Intake, Messages, Params, Prompt, as_list, per_prompt
 from paceline.api.names import to_ours
 from paceline.api.options import EngineOptions
 from paceline.api.progress import progress
@@ -27,12 +27,13 @@ from paceline.core.options import from_options, is_whole
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.engine.commit import Emission
+from paceline.engine.handover import READING, Handover, Handovers
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.runtime.backend import give_back
 
 Asked = tuple[Encoded, SamplingParams, int]  # and its priority
 Bar = bool | Callable[..., Any]
-HELD = ("engine", "checkpoint", "tokenizer", "context", "_intake")  # what `close` gives back
+HELD = ("engine", "checkpoint", "tokenizer", "context", "_intake", "handovers")  # what `close` gives back
 CLOSED = "the LLM is closed; make a new one"
 ABSENT = dict.fromkeys(
     ("embed", "classify", "score", "reward"), "it only writes text; log-probabilities come with generate"
@@ -86,11 +87,12 @@ class LLM:
         with self._lock:
             if "engine" not in vars(self):
                 return
-            device = self.engine.executor.device
+            executor, device = self.engine.executor, self.engine.executor.device
             for inbox in list(self._inboxes.values()):
                 self._drop(inbox.request)
+            executor.close()
             for name in HELD:
-                vars(self).pop(name)
+                vars(self).pop(name, None)
         gc.collect()  # parts of an engine know each other
         give_back(device)
 
@@ -107,28 +109,26 @@ class LLM:
     ) -> list[Result]:  # fmt: skip
         """Complete raw prompts (each a text, token ids, or vLLM's mapping), all of them together. A failed
         request carries its error; alone, it raises. priority: one number a prompt; lower runs first."""
-        refuse_adapter(lora_request)
         many = [self._intake.encode(prompt) for prompt in as_list(prompts)]
         ranks = [0] * len(many) if priority is None else priority
         is_list = isinstance(ranks, Sequence) and len(ranks) == len(many)
         if not is_list or not all(is_whole(rank) for rank in ranks):
             remedy = f"give one whole number for each of the {len(many)} prompts"
             raise ConfigError(f"priority is {priority!r:.40}; {remedy}")
-        params = per_prompt(sampling_params, len(many), self._defaults)
+        params = per_prompt(sampling_params, len(many), self._defaults, lora_request)
         return self._run(zip(many, params, ranks, strict=True), use_tqdm)
 
     def chat(
-        self, messages: str | Conversation | Sequence[Conversation], sampling_params: Params = None, *,
+        self, messages: str | Messages | Sequence[Messages], sampling_params: Params = None, *,
         use_tqdm: Bar = False, lora_request: None = None, **options: Any,
     ) -> list[Result]:  # fmt: skip
         """Answer one conversation or several, through the model's own chat template. A text is a conversation
-        of one message. options: see ChatOptions (api/chat.py)."""
-        refuse_adapter(lora_request)
+        of one message. options: see ChatOptions (api/intake.py)."""
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_several = is_list and messages and not isinstance(messages[0], Mapping | str)
         many: Any = messages if is_several else [messages]
-        prompts = [self._encode_chat(each, options) for each in many]
-        each = zip(prompts, per_prompt(sampling_params, len(prompts), self._defaults), strict=True)
+        params = per_prompt(sampling_params, len(many), self._defaults, lora_request)
+        each = zip([self._encode_chat(each, options) for each in many], params, strict=True)
         return self._run(((prompt, own, 0) for prompt, own in each), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -136,10 +136,34 @@ class LLM:
         return self._begin(self._intake.encode(prompt), sampling_params)
 
     def stream_chat(
-        self, messages: str | Conversation, sampling_params: SamplingParams | None = None, **options: Any
+        self, messages: str | Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Chunk]:
         """Answer a conversation piece by piece."""
         return self._begin(self._encode_chat(messages, options), sampling_params)
+
+    def export(self, prompt: Prompt) -> Handover:
+        """Read a prompt and give what is kept of it, for another LLM with the same options."""
+        with self._lock:
+            asked = self._intake.encode(prompt)
+            request = self._requests(asked, READING)[0]
+            ((inbox,),) = self._add([(asked, [request])])
+            try:
+                while not inbox.emissions:
+                    self._pump()
+                if request.error is not None:
+                    raise request.error
+                return self.handovers.export(asked.tokens)
+            finally:
+                self._drop(request)
+
+    def adopt(self, handover: Handover) -> int:
+        """Take what another LLM has exported; tokens of that prompt that will not be read again here."""
+        with self._lock:
+            return self.handovers.adopt(handover)
+
+    @cached_property
+    def handovers(self) -> Handovers:
+        return handovers_of(self.engine, self.checkpoint, self.options)
 
     def _begin(self, prompt: Encoded, params: SamplingParams | None) -> Iterator[Chunk]:
         (params,) = per_prompt(params, 1, self._defaults)

@@ -27,10 +27,7 @@ PARALLEL = "the model runs on one device here; use 1"
 OWN = "the model's own is used; leave it out"
 FOLDER = "download that revision and give its folder as model"
 REFUSED = {  # with the remedy, and beside None and False the value that asks for nothing
-    "tensor_parallel_size": (PARALLEL, 1),
-    "pipeline_parallel_size": (PARALLEL, 1),
     "data_parallel_size": (PARALLEL, 1),
-    "enable_expert_parallel": (PARALLEL, False),
     "trust_remote_code": ("code of a model is never run; paceline models --check says what is known", False),
     "tokenizer_mode": (OWN, "auto"),
     "tokenizer_revision": (FOLDER, None),

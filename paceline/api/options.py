@@ -17,18 +17,30 @@ ENGINE, SPECULATION, MEMORY = "Engine", "Speculation", "Memory"  # panels of --h
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     model: str = option("default", ENGINE, "default, a folder or .gguf file, or a Hugging Face name.", "-m")
-    # "auto": the training-free drafters and the learned head that is shipped for the model, as much as pays
-    # at each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
+    # "auto": the training-free drafters and the learned head that ships for the model or lies in the cache,
+    # as much as pays at each step; {"method": "auto", "head": False}: without it; "head": "FOLDER": with that
+    # one; None or "off": plain decoding;
     # {"method": "suffix" | "ngram" | "draft_model" | ..., options}: that drafter, as much as pays; with
     # "num_speculative_tokens": K: always K tokens.
     speculative_config: dict[str, Any] | str | None = option(
         "auto", SPECULATION, 'auto, off, or JSON such as {"method": "ngram", "prompt_lookup_max": 4}.', "-sc"
     )
     dtype: str = option(
-        "auto", ENGINE, "Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16."
+        "auto",
+        ENGINE,
+        "Of the weights: auto (int8 on CPUs; bfloat16, fp8 or mxfp4, as files have them, on GPUs), int4, ...",
     )
     device: str = option("auto", ENGINE, "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
     exact: bool = option(False, ENGINE, "On a GPU: plain decoding's own arithmetic; CPUs always have it.")
+    tensor_parallel_size: int = option(
+        1, ENGINE, "Processes that hold and run a part of the model each; on GPUs always exact.", "-tp", min=1
+    )
+    pipeline_parallel_size: int = option(
+        1, ENGINE, "Stages, each with some of the layers, in processes or machines, on CPUs.", "-pp", min=1
+    )
+    enable_expert_parallel: bool = option(
+        False, ENGINE, "With several such processes: an expert is whole in one of them."
+    )
     load_format: str = option(
         "auto", ENGINE, "dummy: random weights of the model's shape, no download (model may be llama-8b)."
     )
@@ -57,6 +69,9 @@ class EngineOptions:
         require(self.seed is None or is_whole(self.seed), "seed", self.seed, "use a whole number, or None")
         remedy = "give a path, 'default' or a Hugging Face name"
         require(isinstance(self.model, str) and bool(self.model), "model", self.model, remedy)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(self, name)
+            require(is_whole(size) and size >= 1, name, size, "use a whole number, 1 or more")
         if self.max_model_len is not None:
             is_usable = is_whole(self.max_model_len) and self.max_model_len >= 2
             require(is_usable, "max_model_len", self.max_model_len, "use a whole number, 2 or more")

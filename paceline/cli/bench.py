@@ -77,9 +77,9 @@ def _draw(verb: str, report: dict[str, Any], target: Path | None) -> None:
 
 
 def _tables(asked: options.Tables) -> None:
-    from paceline.measure import results
+    from paceline.measure import tables
 
-    for path in results.run(asked):
+    for path in tables.run(asked):
         console.write(console.stderr(), f"wrote {path}\n")
 
 

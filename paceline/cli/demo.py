@@ -19,7 +19,7 @@ from rich.text import Text
 import paceline
 from paceline import SamplingParams
 from paceline.api.results import Chunk
-from paceline.cli import console, gif, options, race
+from paceline.cli import console, options, race
 from paceline.cli.console import ESCAPES, Answer
 from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
 from paceline.cli.race import Lane, Race, Step
@@ -66,7 +66,7 @@ def demo(asked: Demo) -> None:
     options.check_target("--svg", asked.svg)
     options.check_target("--gif", asked.gif)
     require(1 <= asked.slow <= 1000, "--slow", asked.slow, "give a number from 1 to 1000")
-    font = None if asked.gif is None else gif.load_font()
+    font = None if asked.gif is None else race.load_font()
     engine = options.engine_options(asked.engine)
     config = engine.speculative_config
     if config is None:
@@ -102,7 +102,7 @@ def demo(asked: Demo) -> None:
         _show_figures(canvas, found)
         canvas.save_svg(str(asked.svg), title="paceline demo")
     if asked.gif is not None and font is not None:
-        gif.save(run, race.canvas(), font, asked.gif)
+        race.save_gif(run, race.canvas(), font, asked.gif)
     if not found["identical"]:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ cached K/V. Invariant: every number is one that the engine used, none is worked 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,12 +13,14 @@ import torch
 from paceline.core.sampling import probabilities
 from paceline.core.types import Request, Verdict
 from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule
+from paceline.engine.commit import Emission
 from paceline.loaders.tokenizer import Tokenizer
 
 Fate = Literal["accepted", "rejected", "not reached"]
 Kind = Literal["plain", "bonus", "replacement"]  # nothing drafted; all on the path kept; something rejected
 NUM_LIKELY = 3
 TAIL = 12  # tokens of the text before a step
+TARGET = "target"  # the source of a token that no drafter proposed
 EXPLAINED: dict[Rule, str] = {
     "greedy": "Temperature 0: a drafted token stays if it is the target's most likely one. The first that is "
     "not is replaced by it.",
@@ -181,3 +184,39 @@ class Recorder:
         kind: Kind = "plain" if not step.nodes else "replacement" if step.children(event.node) else "bonus"
         text, chance = self.text(token), float(p[token])
         return Own(token, text, event.position, chance, kind, is_from_rest, list(likely))
+
+
+def details_json(
+    emission: Emission, number: int, text: Callable[[int], str], watched: Step | None
+) -> dict[str, Any]:
+    """What a client of the server is told of a request's number-th step. All but p, q and the rule is read
+    off what was committed, so bursts go on. text: of a token; watched: the same step, where it was."""
+    if emission.draft is None:  # it failed before it was judged
+        return {"tokens": [], "steps": []}
+    drafted, num_accepted, tokens = _drafted_json(emission, text, watched), emission.num_accepted, []
+    own = watched.own if watched is not None else None
+    for index, token in enumerate(emission.tokens):
+        if index < num_accepted:
+            node = drafted[emission.path[index + 1] - 1]
+            said = {name: node[name] for name in ("source", "p", "q")}
+        else:
+            said = {"source": TARGET, "p": own and own.p, "q": None}
+        tokens.append({"id": token, "text": text(token), **said, "step": number, "accepted": num_accepted})
+    step = {"step": number, "rule": watched and watched.rule, "accepted": num_accepted}
+    return {"tokens": tokens, "steps": [step | {"emitted": len(tokens), "draft": drafted}]}
+
+
+def _drafted_json(
+    emission: Emission, text: Callable[[int], str], watched: Step | None
+) -> list[dict[str, Any]]:
+    """Every drafted node, each after its parent; node 0 is the token before them."""
+    assert emission.draft is not None
+    draft, tree, nodes = emission.draft, emission.draft.tree, []
+    for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        is_looked_at = parent in emission.path  # the target has chosen among the children of what it kept
+        fate: Fate = "accepted" if i in emission.path else "rejected" if is_looked_at else "not reached"
+        seen = watched.nodes[i - 1] if watched is not None and i else None
+        node = {"node": i, "id": token, "parent": parent, "text": text(token), "source": draft.source_of(i)}
+        node |= {"chance": draft.chances and round(draft.chances[i], 4)}  # the drafter's own guess
+        nodes.append(node | {"p": seen and seen.p, "q": seen and seen.q, "fate": seen.fate if seen else fate})
+    return nodes[1:]

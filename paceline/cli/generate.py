@@ -170,7 +170,9 @@ class Serve:
 
       paceline serve ./llama-8b --api-key-file keys.txt --max-num-seqs 32
 
-      paceline serve --config server.toml --method ngram -k 3"""
+      paceline serve --config server.toml --method ngram -k 3
+
+      paceline serve --replicas 2"""
 
     settings: Given = group([*options_of(Drafting), *SETTINGS])
     model: str | None = option(None, MAIN, options.MODEL_HELP, is_argument=True)
@@ -182,9 +184,18 @@ def serve(asked: Serve) -> None:
     if any(name in flags for name in options.SHORT):
         flags["speculative_config"] = options.speculative_config(asked.settings) or "off"
     chosen = resolve(flags, os.environ, asked.config)
+    if chosen.pipeline_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
+        from paceline.api.build import follow_if_told
+
+        follow_if_told(chosen)
     try:
-        from paceline.server.run import serve as run
+        if chosen.spread[1]:
+            extra, what = "scale", "--replicas and --autoscale need"
+            from paceline.scale.run import serve as run
+        else:
+            extra, what = "server", "the server needs"
+            from paceline.server.run import serve as run
     except ModuleNotFoundError as error:
-        remedy = "run: pip install 'paceline[server]'"
-        raise ConfigError(f"the server needs {error.name}, which is not installed; {remedy}") from None
+        remedy = f"run: pip install 'paceline[{extra}]'"
+        raise ConfigError(f"{what} {error.name}, which is not installed; {remedy}") from None
     raise typer.Exit(run(chosen))

@@ -26,7 +26,7 @@ from paceline.measure.prompts import text_of
 MAIN, SAMPLING, STRUCTURE = "Options", "Sampling", "Structure"  # panels of --help
 Given = dict[str, Any]  # the options that the user wrote, by name
 METHOD_HELP = """What drafts: auto (what pays, each step), suffix, ngram, recycle, lookahead, draft_model, \
-early_exit, quantized, or none."""
+universal, early_exit, quantized, or none."""
 LENGTH_HELP = "Always draft this many tokens; left out: as many as pay."
 
 
@@ -66,8 +66,9 @@ class Sampling:
 
 LIVELY: dict[str, Any] = {"temperature": Sampling.temperature, "top_p": Sampling.top_p}
 ENGINE = [*options_of(EngineOptions), *options_of(Drafting)]
-LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact")
-MODEL_HELP, _, DEVICE_HELP, _ = (each.metadata["help"] for each, _ in LOADING)
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact", *SIZES)
+MODEL_HELP, _, DEVICE_HELP, *_ = (each.metadata["help"] for each, _ in LOADING)
 PROMPT_HELP = "The prompt, or - to read it from stdin."
 SYSTEM_HELP = "What the model is told before the conversation."
 RAW_HELP = "Give the prompt to the model as it is, without the chat template."

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,14 @@ if TYPE_CHECKING:
 
 WRITING = 0.4  # of the time where hours are given
 DEFAULT_TOKENS = 2_000_000
+EVERY_S = 20.0  # a line of progress where there is no terminal
 FEWEST_STEPS = 250  # a batch is made smaller where there would be fewer
 KIND_HELP = "medusa (heads), eagle (EAGLE-3), dflash (blocks) or draft (a small model)."
 PROMPTS_HELP = "What the target answers (.jsonl or .txt); left out: it invents prompts."
+PROCESSES_HELP = "Engines that write at once; left out: as many as a GPU has room for."
+CODE_HELP = "Share of conversations about programs, 0 to 1: the target thinks of them."
+STOP_HELP = "Stop after these seconds, writing or training; --resume goes on."
+RESUME_HELP = "Go on where an earlier call with the same options ended, or begin."
 START_HELP = "A head to learn on from, or a folder of one a kind; with --trunk EAGLE's, too."
 
 
@@ -46,6 +50,8 @@ class Train:
 
       paceline train medusa --target ./my-model --prompts prompts.jsonl --hours 2 -o my-medusa
 
+      paceline train eagle --target ./coder.gguf --code 0.6 --hours 1 -o coder --stop-after 540 --resume
+
       paceline train medusa --trunk --start my-eagle --tokens 5000000 -o my-medusa
 
       paceline train --kinds eagle,dflash --text my-eagle/text -o heads
@@ -61,12 +67,13 @@ class Train:
     vary: bool = option(False, MAIN, "Prompts are also summarized, translated, asked about and so on.")
     tokens: int | None = option(None, MAIN, "How many tokens the target writes.", min=1000)
     hours: float | None = option(None, MAIN, "Time for all of it, instead of --tokens.", min=0.001)
-    processes: int = option(1, MAIN, "Engines that write at once, for a GPU with room for them.", min=1)
+    code: float = option(0.0, MAIN, CODE_HELP, min=0)
+    processes: int | None = option(None, MAIN, PROCESSES_HELP, min=1)
     text: tuple[Path, ...] = option((), MAIN, "Written text (a folder of shards) to use instead of writing.")
     rounds: float = option(4, MAIN, "How often the text is read, with --tokens or --text.", min=0.01)
     device: str = option("auto", MAIN, DEVICE_HELP)
-    resume: bool = option(False, MAIN, "Go on with a training that was interrupted.")
-    stop_after: float | None = option(None, MAIN, "Stop after these seconds; --resume goes on.", min=1)
+    resume: bool = option(False, MAIN, RESUME_HELP)
+    stop_after: float | None = option(None, MAIN, STOP_HELP, min=1)
     seed: int = option(0, MAIN, "Of the text and the training.")
     draft_vocab: int | None = option(None, MAIN, "Tokens that can be drafted, the most frequent.", min=16)
     bits: int = option(16, MAIN, "Of a weight in the file: 16, or 8 for half the size.")
@@ -79,30 +86,37 @@ class Train:
 def train(asked: Train) -> None:
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.runtime.backend import resolve
+    from paceline.train.lessons import check_teachable
     from paceline.train.recipes import recipe_for
     from paceline.train.session import train as run
     from paceline.train.texts import load_shard
     from paceline.train.trainer import TrainConfig
 
+    end = time.monotonic() + (asked.stop_after or float("inf"))
     names, hours, changes = _kinds(asked), asked.hours, _changes(asked)
     recipes = [recipe_for(name, has_trunk=asked.trunk, **changes) for name in names]
     folders = [asked.out] if asked.kind is not None else [asked.out / name for name in names]
+    checkpoint = open_checkpoint(asked.target)
+    check_teachable(checkpoint.config)
+    is_begun = asked.resume and any((folder / "state").is_dir() for folder in folders)
     with _Bar(console=console.stderr()) as bar:
-        texts = _texts(asked, folders, bar)
+        texts = _texts(asked, is_begun, end, bar)
+        if time.monotonic() >= end:
+            written = f"{texts.num_answer_tokens:,} tokens of answers so far"
+            return console.write(console.stdout(), f"{written}; --resume goes on\n")
         total = None
         if hours is None:  # batches small enough for a few hundred steps
             total = int(int(texts.starts[-1]) * asked.rounds)
             most = max(total // FEWEST_STEPS, 1024)
             recipes = [replace(recipe, batch_tokens=min(recipe.batch_tokens, most)) for recipe in recipes]
         bar.begin(f"training {', '.join(names)}", 1000)
-        end = time.monotonic() + (asked.stop_after or float("inf"))
         config = TrainConfig(
             tokens=total,
             seconds=None if hours is None else hours * 3600 * (1 - WRITING),
             device=resolve(asked.device),
             seed=asked.seed,
             bits=asked.bits,
-            is_resumed=asked.resume,
+            is_resumed=is_begun,
             start=asked.start,
             others={path.stem: load_shard(path) for path in asked.evaluate},
             num_measures=10,
@@ -111,7 +125,7 @@ def train(asked: Train) -> None:
             report=bar.report,
         )
         made = dict(zip(folders, recipes, strict=True))
-        found = run(open_checkpoint(asked.target, progress=False), texts, made, config)
+        found = run(checkpoint, texts, made, config)
     for folder, recipe, acceptance in zip(folders, recipes, found, strict=True):
         gain = f"{acceptance.tau:.2f} tokens a step on held-out answers"
         console.write(console.stdout(), f"{folder}: {gain}, drafts of {recipe.num_steps}\n")
@@ -124,6 +138,7 @@ def _kinds(asked: Train) -> list[str]:
     one, several, start = asked.kind, asked.kinds, asked.start
     is_one_limit = asked.tokens is None or asked.hours is None
     require(is_one_limit, "--hours", asked.hours, "give --tokens or --hours, not both")
+    require(asked.code <= 0.9, "--code", asked.code, "use a share from 0 to 0.9")
     require(asked.bits in (8, 16), "--bits", asked.bits, "use 16 or 8")
     require((one is None) != (several is None), "--kinds", several, "name one kind, or several with --kinds")
     names = [one] if one is not None else [name.strip() for name in str(several).split(",")]
@@ -152,18 +167,17 @@ def _changes(asked: Train) -> dict[str, Any]:
     return found | ({"draft_vocab_size": asked.draft_vocab} if asked.draft_vocab else {})
 
 
-def _texts(asked: Train, folders: Sequence[Path], bar: _Bar) -> Texts:
+def _texts(asked: Train, is_begun: bool, end: float, bar: _Bar) -> Texts:
     """Given, left by a training that goes on, or written now."""
     from paceline.measure.prompts import load
     from paceline.train.data import WriteConfig, write_texts
     from paceline.train.texts import joined, load_shards
 
     own, hours = asked.out / "text", asked.hours
-    is_begun = asked.resume and any((folder / "state").is_dir() for folder in folders)
     if given := asked.text or ([own] if is_begun else []):
         return joined([load_shards(path) for path in given])
     num_tokens = None if hours is not None else asked.tokens or DEFAULT_TOKENS
-    bar.begin("the target writes", num_tokens)
+    bar.begin("the target writes", num_tokens)  # the bar of a time has no end, for engines start first
     config = WriteConfig(
         model=asked.target,
         folder=own,
@@ -173,15 +187,17 @@ def _texts(asked: Train, folders: Sequence[Path], bar: _Bar) -> Texts:
         seed=asked.seed,
         num_tokens=num_tokens,
         seconds=hours * 3600 * WRITING if hours is not None else None,
+        deadline=end,
         processes=asked.processes,
+        code=asked.code,
     )
     return write_texts(config, bar.reach)
 
 
 class _Bar(progress.Progress):
-    """Two bars, one after the other."""
+    """Two bars, one after the other; where there is no terminal, a line now and then."""
 
-    task, tau = progress.TaskID(0), 0.0
+    task, tau, begun, said = progress.TaskID(0), 0.0, 0.0, 0.0
 
     @classmethod
     def get_default_columns(cls) -> tuple[progress.ProgressColumn, ...]:
@@ -190,21 +206,35 @@ class _Bar(progress.Progress):
         return what, progress.BarColumn(), note, *times
 
     def begin(self, what: str, total: int | None) -> None:
-        self.task = self.add_task(what, total=total, note="")
+        self.task, self.begun = self.add_task(what, total=total, note=""), time.monotonic()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def reach(self, count: int) -> None:
-        self.update(self.task, completed=count, note=f"{count:,} tokens")
+        self._show(count, f"{count:,} tokens of answers")
+
+    def _show(self, completed: int, note: str) -> None:
+        self.update(self.task, completed=completed, note=note)
+        now = time.monotonic()
+        if not self.console.is_terminal and now > self.said + EVERY_S:
+            self.said = now
+            self.say(f"{now - self.begun:>7.0f} s: {note}")
 
     def report(self, what: str, numbers: dict[str, Any]) -> None:
-        if what == "measured":
+        kind = numbers["kind"]
+        if what == "begun":
+            words = f"drafts {numbers['drafts']:,} tokens, {numbers['covered']:.1%} of the answers"
+            self.say(f"{kind} has {numbers['weights'] / 1e6:.1f} million weights and {words}")
+        elif what == "measured":
             self.tau = numbers["tau"]
             chances = ", ".join(f"{chance:.2f}" for chance in numbers["by_position"])
-            line = f"{numbers['tokens']:>13,} tokens read: {numbers['kind']} has {self.tau:.3f} tokens a step"
-            self.console.print(f"{line} on held-out answers ({chances})", highlight=False)
+            line = f"{numbers['tokens']:>13,} tokens read: {kind} has {self.tau:.3f} tokens a step"
+            self.say(f"{line} on held-out answers ({chances})")
         elif what == "step" and numbers["step"] % 10 == 0:
-            note = f"loss {float(numbers['loss']):.3f}, {self.tau:.2f} tokens a step"
-            self.update(self.task, completed=int(1000 * numbers["share"]), note=note)
+            speed = f"{numbers['tokens'] / max(numbers['seconds'], 1e-9):,.0f} tokens/s"
+            note = f"loss {float(numbers['loss']):.3f}, {self.tau:.2f} tokens a step, {speed} read"
+            self._show(int(1000 * numbers["share"]), note)
         elif what == "saved":
             for name, found in numbers["acceptance"].items():
-                said = f"{numbers['kind']} has {found.tau:.3f} tokens a step on {name}"
-                self.console.print(said, highlight=False)
+                self.say(f"{kind} has {found.tau:.3f} tokens a step on {name}")

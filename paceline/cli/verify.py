@@ -45,6 +45,8 @@ Found = tuple[list["Check"], dict[str, float]]  # equality, and p-values by rule
 class Verify:
     """Check that every drafter gives the same text as plain decoding, and the same distribution.
 
+    With several ranks (-tp) plain decoding is that of one process.
+
     Exit status 0: no difference. 1: a difference, which the report names. 2: the check could not be run.
 
     Examples:
@@ -69,12 +71,16 @@ class Verify:
 
 
 def verify(asked: Verify) -> None:
-    if asked.fuzz is not None or asked.replay is not None:
-        from paceline.cli.verify_fuzz import verify_fuzz
+    from paceline.cli import verify_fuzz
 
-        return verify_fuzz(asked, engine_options(asked.loading))
-    prompts = chosen(asked.prompts, asked.limit)
     engine = engine_options(asked.loading)
+    if asked.replay is not None:
+        return verify_fuzz.replay(asked.replay, engine, asked.loading)
+    if asked.fuzz is not None:
+        drafters = [*drafters_of(asked, engine.model).values()]
+        how = asked.fuzz, asked.seed, asked.save, asked.prompts, drafters, asked.methods is None
+        return verify_fuzz.fuzz(verify_fuzz.Asked(*how), engine)
+    prompts = chosen(asked.prompts, asked.limit)
     check_target("--json", asked.json)
     configs = drafters_of(asked, engine.model)
     checks, p_values = _examine(engine, prompts, asked.max_tokens, configs)
@@ -91,7 +97,7 @@ def verify(asked: Verify) -> None:
 
 def drafters_of(asked: Verify, model: str) -> Configs:
     """All but learned heads if none is named: the target may have none."""
-    from paceline.drafters.registry import DRAFTERS, HEADS, parse
+    from paceline.drafters.registry import DRAFTERS, HEADS, SMALLER, parse
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.loaders.tokenizer import Tokenizer
     from paceline.measure.rows import names_of
@@ -102,7 +108,7 @@ def drafters_of(asked: Verify, model: str) -> Configs:
         names = names_of("--methods", asked.methods, known)
     configs: Configs = {name: {"method": name} for name in names}
     for name, config in configs.items():
-        if name == "draft_model" or (name in HEADS and asked.draft_model):
+        if name in SMALLER or (name in HEADS and asked.draft_model):
             config["model"] = asked.draft_model or model
         if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
             config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens
@@ -121,10 +127,11 @@ def _examine(engine: EngineOptions, prompts: list[Prompt], max_tokens: int, conf
     from paceline.cli import verify_distribution as distribution
 
     checks, p_values, plain = [], {}, {}
+    alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None}
     num_turns = len(MODES) * (1 + len(BATCHES) * len(configs)) + len(distribution.RULES)
     more: dict[str, Any] = {"max_num_seqs": max(BATCHES)}
     with console.telling(len(prompts) * num_turns) as tell:
-        with paceline.LLM(engine, speculative_config=None, **more) as llm:
+        with paceline.LLM(engine, **alone, **more) as llm:
             inputs = []
             for prompt in prompts:
                 try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -20,50 +21,54 @@ from paceline.api.options import EngineOptions
 from paceline.cli import console
 from paceline.core.errors import ConfigError
 from paceline.measure.fuzz import Case, Maker
-from paceline.measure.fuzz_run import TRIES, Failure, Runner, minimise
+from paceline.measure.fuzz_run import REPLAYS, Failure, Runner, minimise
 from paceline.measure.prompts import load, text_of
 from paceline.measure.results import Table, Tell
-
-if TYPE_CHECKING:
-    from paceline.cli.verify import Verify
 
 TELL_EVERY_S = 10.0
 INTERRUPTED = 130
 LOADED = ("model", "dtype", "device", "exact")  # what a saved case says of the engine besides its own options
 
 
-def verify_fuzz(asked: Verify, engine: EngineOptions) -> None:
-    if asked.replay is not None:
-        return _replay(asked, asked.replay, engine)
-    return _fuzz(asked, engine)
+class Asked(NamedTuple):
+    """What the fuzzing options of `paceline verify` say."""
+
+    minutes: float
+    seed: int
+    folder: Path  # where cases are saved
+    prompts: Path | None
+    configs: Sequence[dict[str, Any]]  # the drafters
+    has_heads: bool  # with the learned heads that ship for the model
 
 
-def _replay(asked: Verify, path: Path, engine: EngineOptions) -> None:
+def replay(path: Path, engine: EngineOptions, given: Collection[str]) -> None:
+    """given: options of the engine that hold whatever the saved case says."""
     text = text_of(path, "give a file that --fuzz has saved")
     case, known = Case.from_json(text), json.loads(text).get("loaded", {})
-    engine = replace(engine, **{name: v for name, v in known.items() if name not in asked.loading})
-    failure = Runner(engine).fails_again(case)
+    engine = replace(engine, **{name: v for name, v in known.items() if name not in given})
+    failure = Runner(engine).fails_again(case, tries=REPLAYS)
     screen = console.stdout()
     if failure is None:
-        return screen.print(f"{path}: no difference in {TRIES} runs", style="bold green", soft_wrap=True)
+        return screen.print(f"{path}: no difference in {REPLAYS} runs", style="bold green", soft_wrap=True)
     screen.print(f"{path}: {failure.kind}: {failure.what}", style="bold red", markup=False, soft_wrap=True)
     raise typer.Exit(1)
 
 
-def _fuzz(asked: Verify, engine: EngineOptions) -> None:
-    assert asked.fuzz is not None
+def fuzz(asked: Asked, engine: EngineOptions) -> None:
     try:
-        asked.save.mkdir(parents=True, exist_ok=True)
+        asked.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--save {asked.save}: cannot be made ({error.strerror}); name a folder") from None
+        raise ConfigError(
+            f"--save {asked.folder}: cannot be made ({error.strerror}); name a folder"
+        ) from None
     with console.telling(None) as tell:
         tell("loading", 0)
         runner = Runner(engine)
-        maker = _maker(asked, engine, runner)
+        maker = _maker(asked, runner)
         found, is_interrupted = list[tuple[Path, Failure]](), False
         try:
-            for number in _numbers(60 * asked.fuzz, runner, found, tell):
-                _try(maker.case(asked.seed, number), f"{asked.seed}-{number}", asked.save, runner, found)
+            for number in _numbers(60 * asked.minutes, runner, found, tell):
+                _try(maker.case(asked.seed, number), f"{asked.seed}-{number}", asked.folder, runner, found)
         except KeyboardInterrupt:
             is_interrupted = True
     _report(runner, found)
@@ -71,13 +76,11 @@ def _fuzz(asked: Verify, engine: EngineOptions) -> None:
         raise typer.Exit(INTERRUPTED if is_interrupted else 1)
 
 
-def _maker(asked: Verify, engine: EngineOptions, runner: Runner) -> Maker:
-    """Of all drafters that can be had here: without --methods those that ship a head for the model, too."""
-    from paceline.cli.verify import drafters_of
-    from paceline.drafters.registry import SHIPPED, shipped_head
+def _maker(asked: Asked, runner: Runner) -> Maker:
+    from paceline.drafters.registry import SHIPPED, head_for
 
-    configs: list[dict[str, Any] | None] = [None, *drafters_of(asked, engine.model).values()]
-    if asked.methods is None and shipped_head(runner.plain.checkpoint, True):
+    configs: list[dict[str, Any] | None] = [None, *asked.configs]
+    if asked.has_heads and head_for(runner.plain.checkpoint, True):
         configs += [{"method": name} for name in SHIPPED]
     for config in configs:
         if config is not None:

@@ -28,6 +28,14 @@ class RequestError(PacelineError, ValueError):
     """A prompt that cannot be run: empty, too long, too big for the KV cache."""
 
 
+class RankError(PacelineError):
+    """A process that runs a part of the model and has ended or does not answer."""
+
+
+class HandoverError(PacelineError):
+    """What another engine was to give of a prompt, and did not."""
+
+
 class GrammarError(PacelineError, ValueError):
     """A schema, regex or grammar that does not compile or can never be satisfied."""
 

@@ -60,11 +60,11 @@ class Tree:
             children[p].append(i)
         return children
 
-    def best_path(self, scores: Sequence[float] | None = None) -> list[int]:
-        """The root, its best child, that one's best child, and so on; without scores the first child is."""
+    def first_path(self) -> list[int]:
+        """The root, its first child, that one's first child, and so on."""
         children, path = self.children(), [0]
         while following := children[path[-1]]:
-            path.append(following[0] if scores is None else max(following, key=scores.__getitem__))
+            path.append(following[0])
         return path
 
 

@@ -15,10 +15,17 @@ from paceline.cpu.paged import BLOCK, Attention, mix_rows, row_of, run_of, score
 from paceline.cpu.rows import copy, normalize, times
 from paceline.cpu.sync import barrier, range_of
 from paceline.cpu.tiles import PLACE, VALUE_SCALE, round_head
-from paceline.cpu.value_tiles import round_value
+from paceline.cpu.value_tiles import CHUNK, round_value
 
 FEW_ROWS = 16  # up to this, the positions of a context are shared out; with more, the rows are
 TOGETHER = 4  # of many rows, those that share what is read
+
+
+@piece
+def kept_of(b, w, kind):  # type: ignore[no-untyped-def]
+    """Where paths and places of a kind of layers lie."""
+    paths = w.paths + kind * (b.rows * (b.rows + 1) + 2 * CHUNK) * PLACE
+    return paths, w.places + kind * (b.num_requests * b.max_blocks * b.block_size + 2 * CHUNK) * PLACE
 
 
 @piece
@@ -54,7 +61,7 @@ def expand_tables(share, b, m, places_at):  # type: ignore[no-untyped-def]
 @piece
 def _norm_rows(share, b, m, layer, w):  # type: ignore[no-untyped-def]
     """A row's queries as one vector, and its keys, where their norms are over all heads."""
-    of_queries, of_keys = m.num_heads * m.dim, m.num_kv_heads * m.dim
+    of_queries, of_keys = m.all_heads * m.dim, m.all_kv_heads * m.dim
     for row in range(share.part, b.rows, share.threads):
         here = w.wide + row * layer.qkv.n * 4
         normalize(here, layer.q_norm, here, of_queries, m.eps)
@@ -62,8 +69,9 @@ def _norm_rows(share, b, m, layer, w):  # type: ignore[no-untyped-def]
 
 
 @piece
-def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries."""
+def place(share, own, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
+    """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries. own: the
+    share among the threads of this rank, which has some of the heads."""
     q_norm, k_norm = layer.q_norm, layer.k_norm
     if m.is_norm_over_heads:
         _norm_rows(share, b, m, layer, w)
@@ -71,10 +79,14 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
         barrier(share)
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
-    first, last = range_of(share, b.rows * units)
+    queries_at, keys_at = m.first_kv_head * group, m.all_heads - m.num_heads + m.first_kv_head
+    values_at = keys_at + m.all_kv_heads - m.num_kv_heads
+    first, last = range_of(own, b.rows * units)
     for item in range(first, last):
         row, unit = item // units, item % units
-        here, kv_head = w.wide + (row * layer.qkv.n + unit * dim) * 4, unit - m.num_heads
+        kv_head = unit - m.num_heads
+        before = queries_at if kv_head < 0 else keys_at if kv_head < m.num_kv_heads else values_at
+        here = w.wide + (row * layer.qkv.n + (before + unit) * dim) * 4
         slot = slots[row] * m.num_kv_heads + kv_head % m.num_kv_heads
         to = key = keys + slot * m.key_bytes
         if kv_head < 0:
@@ -86,6 +98,8 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
             turn_head(m, layer, k_norm, here, positions[row])
         else:
             to = values + slot * m.value_bytes
+            if layer.v_norm != 0:
+                normalize(here, layer.v_norm, here, dim, m.eps)
         if not m.is_rounded:
             copy(here, to, dim)
         elif kv_head < 0:
@@ -100,7 +114,7 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
 def attend(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """From queries and the cache to `ready`. All threads must have placed what is theirs."""
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
-    known = b, m, w, layer.window, layer.sinks, keys, values, group, strips
+    known = b, m, w, *kept_of(b, w, layer.kind), layer.window, layer.sinks, keys, values, group, strips
     if b.rows > FEW_ROWS:
         own = TOGETHER * share.part
         scores, scales = w.scores + own * group * b.span * 4, w.value_scales + own * b.span * 4

@@ -14,6 +14,7 @@ from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.compile import compile_beside
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.medusa import MedusaHead
+from paceline.cpu.parallel import CpuGroup
 from paceline.cpu.top import top
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
 from paceline.loaders.head_files import HeadInput
@@ -22,16 +23,20 @@ from paceline.models.quantize import bits_of
 
 
 class CpuBackend:
-    device, default_dtype, is_async = torch.device("cpu"), "int8", False
+    device, is_async = torch.device("cpu"), False
     num_recordings = 0
     most_drafted = most_matched = 1 << 30
 
-    def __init__(self, use_cache: bool = True) -> None:
-        """use_cache: keep packed weights on disk."""
-        self._use_cache = use_cache
+    def __init__(self, use_cache: bool = True, group: CpuGroup | None = None, num_stages: int = 1) -> None:
+        """use_cache: keep packed weights on disk; group: the ranks that run what it loads together, beside
+        other stages of this machine."""
+        self._use_cache, self._group, self._num_stages = use_cache, group, num_stages
 
     def check_dtype(self, dtype: str) -> None:
         bits_of(dtype)
+
+    def default_dtype(self, source: Any) -> str:
+        return "int8"
 
     def kv_format(self, dtype: str, asked: str) -> KvFormat:
         """As exact as the pass: a quantized model's keys and values are integers, as its weights are."""
@@ -46,8 +51,11 @@ class CpuBackend:
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
         # what drafts of the default model run, while the decoder's own pass is compiled here
         names = "votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst", "draw.draw_rows"
-        compile_beside(*names)
-        return CpuDecoder.load(source, dtype, context, self._use_cache)
+        if source.config.has_embedding and (self._group is None or self._group.shard.rank == 0):
+            compile_beside(*names)
+        decoder = CpuDecoder.load(source, dtype, context, self._use_cache, self._group)
+        decoder.memory.num_stages = self._num_stages
+        return decoder
 
     def record(self, *_: Any) -> None:
         """There is nothing to record."""
@@ -68,8 +76,12 @@ class CpuBackend:
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return top(logits, k)
 
-    def burst(self, decoder: CpuDecoder, kv: Sequence[Any], head: Any, length: int) -> CpuBurstBackend | None:
-        """head: a ChainHead of ours, or None."""
-        if decoder.config.recurrent is not None or (head is not None and length > LONGEST):
+    def burst(
+        self, decoder: CpuDecoder, kv: Sequence[Any], head: Any, length: int, _trees: Any = ()
+    ) -> CpuBurstBackend | None:
+        """head: a ChainHead of ours, or None. It drafts no trees."""
+        is_whole = decoder.config.has_embedding and decoder.config.has_head
+        is_drafted = head is None or 0 < length <= LONGEST
+        if not is_whole or not is_drafted or decoder.config.recurrent is not None:
             return None
         return CpuBurstBackend(head, decoder, kv)

@@ -24,8 +24,8 @@ from paceline.cpu.compile import entry_of, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder, LayerCache
 from paceline.cpu.forward import FORWARD
 from paceline.cpu.head_call import MOST_ROWS, CallMemory
-from paceline.cpu.recycle import Recycled, Taps, address
-from paceline.heads.rows import BurstInput, Matcher
+from paceline.cpu.recycle import Taps, address
+from paceline.heads.rows import BurstInput, Matcher, TreeShape
 
 MOST_ROUNDS = 16  # in a row
 NO_MATCHER, NO_HEAD = Matcher(*[0] * 7), HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
@@ -81,7 +81,7 @@ class CpuBurstBackend:
 
     def __init__(self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache]) -> None:
         """head: None for a matcher alone, or nothing."""
-        self._head, self._decoder, self._kv, self._features = head, decoder, kv, Recycled()
+        self._head, self._decoder, self._kv, self._features = head, decoder, kv, decoder.memory.recycled()
         sources = () if head is None else head.layers
         self._layers = tuple(dict.fromkeys(sources))
         self._layers_at = array("q", self._layers)
@@ -96,6 +96,9 @@ class CpuBurstBackend:
 
     def longest(self, num_requests: int) -> int:
         return LONGEST
+
+    def trees(self, num_requests: int) -> Sequence[TreeShape]:
+        return ()
 
     def launch(self, batch: Batch, given: BurstInput) -> CpuBurst:
         """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has

@@ -13,6 +13,7 @@ import platform
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -84,8 +85,19 @@ def kernel(function: Callable[..., None] | None = None, *, parallel: bool = Fals
     except RuntimeError:  # no folder can be written: compile anew in each process
         return compiled
     compiled._cache._cache_file._source_stamp = SOURCES
+    compiled._cache.save_overload = _if_it_fits(compiled._cache.save_overload)
     KERNELS[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"] = compiled
     return compiled
+
+
+def _if_it_fits(save: Callable[..., None]) -> Callable[..., None]:
+    """On a full disk kernels are compiled anew in each process."""
+
+    def save_or_not(*given: Any) -> None:
+        with suppress(OSError):
+            save(*given)
+
+    return save_or_not
 
 
 piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compiled into each of them

@@ -20,8 +20,9 @@ from paceline.core.types import Pick
 from paceline.cpu import lanes
 from paceline.cpu.compile import kernel, piece, size_of, struct
 from paceline.cpu.contest import Row, contest, is_ahead
-from paceline.cpu.forward import model_at, pass_at, work_at
+from paceline.cpu.forward import pass_at
 from paceline.cpu.lanes import INT64, LOG2_E, Emitter, double_pointer, float_pointer, floats, int_pointer
+from paceline.cpu.layer import model_at, work_at
 from paceline.cpu.sync import Share, barrier
 from paceline.cpu.top import BLOCK, choose, gumbel, has_larger
 
@@ -198,7 +199,7 @@ def settle(w, r, i, threads):  # type: ignore[no-untyped-def]
 @kernel
 def draw_rows(part, threads, sync, b_at, m_at, w_at, logits):  # type: ignore[no-untyped-def]
     """What a thread of a pass does once every part of every row has its largest: see forward.py."""
-    share, b, m, w = Share(part, threads, sync), pass_at(b_at), model_at(m_at), work_at(w_at)
+    share, b, m, w = Share(part, threads, sync, 0, 1), pass_at(b_at), model_at(m_at), work_at(w_at)
     picked, num = carray(int_pointer(b.picked), b.num_outputs), b.num_outputs
     for start in range(0, num, BATCH):
         end = min(start + BATCH, num)

@@ -22,7 +22,9 @@ from paceline.cpu.layer import COLUMNS, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Workspace, address
 from paceline.cpu.sync import Team
+from paceline.cpu.tables import room_of_experts
 from paceline.heads.rows import Guesses
+from paceline.models.config import ExpertsConfig
 from paceline.models.quantize import padded
 
 EAGLE_3, EAGLE_1, PLAIN = 3, 1, 0  # what enters the first layer
@@ -78,6 +80,7 @@ class CallMemory(NamedTuple):
     num_words: int  # outputs but for what fills up the last tile
     ids: int  # of the draft's vocabulary in the target's
     num_ids: int  # 0: they are the same
+    call: int  # where the call itself lies
 
 
 class Entry(NamedTuple):
@@ -111,14 +114,19 @@ NO_BLOCK = Block(0, 0, 0, 0, 0, 0, NOTHING)
 REQUEST, TURN = Struct("8qdQ3q"), Struct("6qd")  # as HeadRequest and Turn are written
 REQUEST_SIZE, WORK = size_of(HeadRequest), size_of(Turn)  # in numbers; where a call's Work begins
 MOST_ROWS = 16  # of the usual call: one request, whose rows are the tokens of a few passes
+WORK_AT, MODEL_AT = 8 * WORK, 8 * (WORK + size_of(Work) + size_of(CallMemory))  # and in bytes, of two parts
 NO_WORK = Work(*[0] * len(Work._fields))
 
 
 class Room:
     """The workspace of a head, and the widths in floats that its sizes follow from."""
 
-    def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
+    def __init__(
+        self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0,
+        experts: ExpertsConfig | None = None,
+    ) -> None:  # fmt: skip
         """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
+        self._experts = experts
         self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
         wide, narrow = padded(wide, 8), padded(narrow, 8)
         self._floats = {"h": hidden, "ready": self._widest, "wide": wide, "narrow": narrow}
@@ -133,7 +141,11 @@ class Room:
     def _sizes(self, rows: int, longest: int) -> dict[str, int]:
         sizes = {name: 4 * rows * floats for name, floats in self._floats.items()}
         sizes |= dict.fromkeys(("scales", "sums"), 4 * rows * self._widest // COLUMNS)
-        return sizes | {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
+        sizes |= {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
+        more = room_of_experts(self._experts, self._floats["h"], rows)
+        if more:
+            more |= {"gated": self._queries * COLUMNS * 4, "woken": 8}
+        return sizes | {name: max(size, sizes.get(name, 0)) for name, size in more.items()}
 
     def _work(self, places: dict[str, int]) -> Work:
         return Work(sync=self._team.at, longest=self._longest + 4 * LANES, widest=self._widest, **places)
@@ -181,9 +193,10 @@ class HeadCall:
         places = [whole.buffer_info()[0] + 8 * start for start in starts[:-1]]
         places += [address(each) for each in (self._logits, self._outputs, self._scratch)]
         words = most.others, kernel.num_outputs, kernel.num_words, address(kernel.ids), len(kernel.ids)
-        self.memory = CallMemory._make((*places, *words))
-        self._call = numbers((self._turn, NO_WORK, self.memory, *kernel.constants))
+        self._call = numbers((self._turn, NO_WORK, *places, *words, 0, *kernel.constants))
         self.at = self._call.buffer_info()[0]
+        self.memory = CallMemory._make((*places, *words, self.at))
+        self._call[MODEL_AT // 8 - 1] = self.at
 
     def fitting(self, *needed: int) -> HeadCall:
         """This, or one with more room. needed: as Capacity."""

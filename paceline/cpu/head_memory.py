@@ -18,13 +18,24 @@ from paceline.cpu import head_call
 from paceline.cpu.compile import numbers
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_attention import BLOCK
-from paceline.cpu.head_call import NO_BLOCK, Block, Entry, HeadCall, HeadKernel, HeadRequest, Room, Turn
+from paceline.cpu.head_call import (
+    NO_BLOCK,
+    NOTHING,
+    Block,
+    Entry,
+    HeadCall,
+    HeadKernel,
+    HeadRequest,
+    Room,
+    Turn,
+)
 from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Taps, address
 from paceline.cpu.rows import SILU
 from paceline.cpu.sync import num_threads
+from paceline.cpu.tables import expert_rows, matrix_of, routing_of
 from paceline.heads.config import (
     DflashConfig,
     DraftConfig,
@@ -33,8 +44,11 @@ from paceline.heads.config import (
     LayeredConfig,
     MtpConfig,
 )
+from paceline.heads.modules import layer_config
 from paceline.heads.rows import Feed, Row, Sampler
-from paceline.loaders.packed import gate_up_order, gated_order
+from paceline.loaders.fields import ALL
+from paceline.loaders.packed import gate_up_order, gated_order, packed_ffn
+from paceline.models.config import ModelConfig
 from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
@@ -66,12 +80,32 @@ class Place:
             more = (0, 0), (0, blocks - self.blocks), (0, 0)
             self._move(np.pad(self._keys, more), np.pad(self._values, more))
 
+    def export(self, length: int) -> torch.Tensor:
+        """[2, heads, blocks, floats] of the first positions."""
+        blocks = -(-length // BLOCK)
+        return torch.from_numpy(np.stack([self._keys[:, :blocks], self._values[:, :blocks]]))
+
+    def adopt(self, data: torch.Tensor) -> None:
+        """The same, where there is room for it."""
+        for own, given in zip((self._keys, self._values), data.numpy(), strict=True):
+            own[:, : data.shape[2]] = given
+
     def fork(self, length: int) -> Place:
         """Another sequence with the same first positions."""
         (num_heads, _, size), blocks = self._keys.shape, -(-length // BLOCK)
         fresh = Place(num_heads, size // BLOCK)
         fresh._move(self._keys[:, :blocks].copy(), self._values[:, :blocks].copy())
         return fresh
+
+
+class HeadLayer:
+    """A head's layer as a model of one."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str) -> None:
+        self.config, self._tensors, self._prefix = config, tensors, prefix
+
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        return self._tensors[self._prefix + name.removeprefix("layers.0.")][rows].float()
 
 
 class Memory:
@@ -122,14 +156,30 @@ class Memory:
             weights = [tensors[f"{prefix}{n}.weight"] for n in names]
             return self.matrix(weights, torch.cat(biases) if biases else None, order)
 
-        return LayerRow(
+        row = LayerRow(
             norm("input_layernorm.weight"), norm("hidden_norm.weight"),
             linear(*(f"self_attn.{name}_proj" for name in "qkv"), order=order),
             norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight"), cos, sin, 0,
             linear("self_attn.o_proj"), 0, norm("post_attention_layernorm.weight"),
-            linear("mlp.gate_proj", "mlp.up_proj", order=gate_up_order(inner)), linear("mlp.down_proj"), 0,
-            gates=gates,
+            NOTHING, NOTHING, 0, gates=gates,
         )  # fmt: skip
+        if isinstance(config, MtpConfig) and config.experts is not None:
+            return self._with_experts(row, config, tensors, prefix)
+        gate_up = linear("mlp.gate_proj", "mlp.up_proj", order=gate_up_order(inner))
+        return row._replace(gate_up=gate_up, down=linear("mlp.down_proj"))
+
+    def _with_experts(self, row: LayerRow, config: MtpConfig, tensors: Tensors, prefix: str) -> LayerRow:
+        """Packed as a model's of one layer."""
+        source, experts = HeadLayer(layer_config(config), tensors, prefix), config.experts
+        assert experts is not None
+        packed = dict(packed_ffn(source, 8))
+        self.kept += packed.values()
+        self.tables.append(numbers(expert_rows(packed, "layers.0.", experts, config.hidden_size, 8)))
+        router = matrix_of(packed, "layers.0.router", config.hidden_size, 32)
+        name = f"{prefix}mlp.gate.e_score_correction_bias"
+        correction = self.vector(tensors[name]) if name in tensors else 0
+        at = self.tables[-1].buffer_info()[0]
+        return row._replace(experts=at, router=router, correction=correction)
 
     def describe(
         self, config: LayeredConfig, prefixes: Sequence[str], tensors: Tensors, target: CpuDecoder
@@ -148,6 +198,8 @@ class Memory:
         model = model._replace(
             rotary=config.rotary_width, is_norm_over_heads=False, query_scales=0, residual_scale=1.0
         )
+        routing = routing_of(config.experts if isinstance(config, MtpConfig) else None, 8)
+        model = model._replace(routing=routing, cap=0.0, num_kinds=1)
         return model._replace(eps=float(config.rms_eps), activation=SILU)
 
 
@@ -196,7 +248,7 @@ class LayeredHead:
         if isinstance(config, EagleConfig):
             kind, normed = head_call.EAGLE_3, (config.norm_before_residual, config.norm_output)
         elif isinstance(config, Eagle1Config):
-            kind, normed = head_call.EAGLE_1, (False, is_mtp)
+            kind, normed = head_call.EAGLE_1, (False, isinstance(config, MtpConfig) and config.norm_output)
         self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
         feature_norm = memory.vector(norm) if norm is not None else 0
         norms = [memory.vector(tensors[f"{n}_norm.weight"]) for n in ("embed", "hidden") if is_mtp]
@@ -205,7 +257,8 @@ class LayeredHead:
         widest = max(fuse.k, rank, 2 * hidden, config.intermediate_size, queries)
         qkv = 2 * queries + 2 * config.num_kv_heads * config.head_dim  # gates counted, where there are any
         wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
-        self._room = Room(widest, hidden, wide, hidden, self.threads)
+        experts = config.experts if isinstance(config, MtpConfig) else None
+        self._room = Room(widest, hidden, wide, hidden, self.threads, experts)
 
     def _kernel(
         self, run: Callable[[int, int], None], block: Block = NO_BLOCK, /, **sizes: Any

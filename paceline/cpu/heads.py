@@ -13,9 +13,31 @@ from numba import carray
 
 from paceline.cpu.compile import piece, struct
 from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, first_block, row_of, write_key
-from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, Block, CallMemory, Entry, HeadRequest, Turn
+from paceline.cpu.head_call import (
+    EAGLE_1,
+    EAGLE_3,
+    MODEL_AT,
+    REQUEST_SIZE,
+    WORK_AT,
+    Block,
+    CallMemory,
+    Entry,
+    HeadRequest,
+    Turn,
+)
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
-from paceline.cpu.layer import Model, Work, layer_of, leave_layer, multiply, put_norm, put_row, turn_head
+from paceline.cpu.layer import (
+    Model,
+    Work,
+    call_experts,
+    dense_ffn,
+    layer_of,
+    leave_attention,
+    multiply,
+    put_norm,
+    put_row,
+    turn_head,
+)
 from paceline.cpu.matmul import SIZE_8, outputs_of, product_8
 from paceline.cpu.rows import copy, embed_8, embed_32, normalize, put_8
 from paceline.cpu.sync import barrier, range_of
@@ -184,7 +206,11 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
             (own, w), group = _only(r, w, m, layer, speaking[0]), 1
         if i < last or count:
             attend_rows(share, own, group, m, layer, i, w)
-            leave_layer(product_8, put_8, SIZE_8, share, own.num, m, layer, w)
+            leave_attention(product_8, put_8, SIZE_8, share, own.num, m, layer, w)
+            if layer.experts == 0:
+                dense_ffn(product_8, put_8, SIZE_8, share, own.num, m, layer, w)
+            else:
+                call_experts(share, own.num, w, c.memory.call + MODEL_AT, i, c.memory.call + WORK_AT)
     barrier(share)
     w = c.work
     for i in range(share.part, count, share.threads):

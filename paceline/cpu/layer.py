@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import piece, size_of, struct, unrolled
+from paceline.cpu.compile import invoke, piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.routing import Routing
-from paceline.cpu.rows import add, copy, fill, gate, normalize, open_gates
-from paceline.cpu.sync import barrier, range_of, wanted_by
+from paceline.cpu.rows import add, copy, fill, gate, normalize, open_gates, times
+from paceline.cpu.sync import barrier, in_row, range_of, wanted_by
 from paceline.models.quantize import DOT_ROWS
 
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
@@ -49,6 +50,19 @@ class Model(NamedTuple):
     query_scales: int  # address of [max_context] floats that queries are multiplied by; 0: none
     residual_scale: float  # of what attention and the ffn add
     routing: Routing
+    cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
+    num_kinds: int = 1  # of layers, by their heads: as many Models follow each other, alike but for these
+    # of a rank of a parallel model, which attends with num_heads and num_kv_heads of them:
+    first_kv_head: int = 0
+    all_heads: int = 0
+    all_kv_heads: int = 0
+
+
+class ExpertRow(NamedTuple):
+    """An expert in memory."""
+
+    gate_up: Matrix
+    down: Matrix
 
 
 class LayerRow(NamedTuple):
@@ -72,9 +86,17 @@ class LayerRow(NamedTuple):
     width: int = 0  # of what `out` reads; 0: that of all heads
     gates: int = 0  # the column of `wide` from which what was attended is gated; 0: it is not
     recurrent: int = 0  # address of a recurrent.Recurrent; 0: the layer attends
-    experts: int = 0  # address of [num_experts] ExpertRow (experts.py), in place of gate_up and down
+    experts: int = 0  # address of [num_experts] ExpertRow, in place of gate_up and down
     router: Matrix = Matrix(0, 0, 0, 0)  # of floats
-    correction: int = 0  # of what experts are chosen by
+    correction: int = 0  # [num_experts] of what experts are chosen by; without a sigmoid, scales of shares
+    kind: int = 0  # which Model has its heads
+    v_norm: int = 0
+    scalar: float = 1.0  # the residual stream after the layer is multiplied by it
+    # of experts that have norms of their own (models/experts.py); else all read that of `mlp_norm`
+    router_norm: int = 0
+    shared_norm: int = 0
+    after_experts_norm: int = 0
+    after_shared_norm: int = 0
 
 
 class Work(NamedTuple):
@@ -93,8 +115,8 @@ class Work(NamedTuple):
     scores: int
     widest: int  # columns of ready
     longest: int = 0
-    paths: int = 0  # [rows, rows + 1, 2]
-    places: int = 0  # [requests, room for the longest prefix, 2]
+    paths: int = 0  # [kinds of layers, rows, rows + 1, 2]
+    places: int = 0  # [kinds of layers, requests, room for the longest prefix, 2]
     queries: int = 0  # [KV heads, rows, query heads of one, key_bytes]
     value_scales: int = 0  # [KV heads, rows, span]
     mixed: int = 0  # [KV heads, rows, query heads of one, 2, dim]
@@ -113,10 +135,15 @@ class Work(NamedTuple):
     starts: int = 0  # [experts + 1] int64: where those of an expert begin
     gated: int = 0  # [threads, COLUMNS]
     woken: int = 0  # int64: experts that were woken in all layers since it was zero
+    attended: int = 0  # ready from the first column of this rank's heads on
+    group: int = 0  # address of the memory of a group of ranks; 0: there is none
+    rank: int = 0
+    num_ranks: int = 1
+    common: int = 0  # address of the addresses of what ranks share of all this
 
 
-LAYER_BYTES = 8 * size_of(LayerRow)
-layer_at, matrix_at = struct(LayerRow), struct(Matrix)
+LAYER_BYTES, MODEL_BYTES = 8 * size_of(LayerRow), 8 * size_of(Model)
+layer_at, matrix_at, model_at, work_at = struct(LayerRow), struct(Matrix), struct(Model), struct(Work)
 
 
 @piece
@@ -169,7 +196,7 @@ def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
 def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def]
     """Between barriers: before, all rows are put; after, all of y is there."""
     barrier(share)
-    product(share.part, share.threads, matrix, w, y, rows)
+    product(in_row(share), share.threads, matrix, w, y, rows)
     barrier(share)
 
 
@@ -182,13 +209,20 @@ def ask(share, matrix, size):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
-    """h += narrow, or its norm where there is a weight, times a scale."""
+def _add_block(share, rows, m, w, after, stride, scalar):  # type: ignore[no-untyped-def]
+    """h += narrow, or its norm where there is a weight, times a scale; then h is multiplied by a scalar."""
     for row in range(share.part, rows, share.threads):
         added = w.narrow + row * stride * 4
         if after != 0:
             normalize(added, after, added, m.hidden, m.eps)
-        add(w.h + row * m.hidden * 4, added, m.hidden, m.residual_scale)
+        leave_row(w.h + row * m.hidden * 4, added, m, scalar)
+
+
+@piece
+def leave_row(h, added, m, scalar):  # type: ignore[no-untyped-def]
+    add(h, added, m.hidden, m.residual_scale)
+    if scalar != 1.0:
+        times(h, m.hidden, np.float32(scalar))
 
 
 @unrolled
@@ -208,7 +242,7 @@ def leave_attention(product, put, size, share, rows, m, layer, w):  # type: igno
         put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)
     ask(share, layer.gate_up, size)
-    _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
+    _add_block(share, rows, m, w, layer.after_attention, layer.out.n, 1.0)
 
 
 @unrolled
@@ -228,11 +262,12 @@ def dense_ffn(product, put, size, share, rows, m, layer, w):  # type: ignore[no-
             fill(ready, first + size, first + COLUMNS)
             put(ready, m.inner, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.down, w, w.narrow, rows)
-    _add_block(share, rows, m, w, layer.after_mlp, layer.down.n)
+    _add_block(share, rows, m, w, layer.after_mlp, layer.down.n, layer.scalar)
 
 
-@unrolled
-def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
-    """Both."""
-    leave_attention(product, put, size, share, rows, m, layer, w)
-    dense_ffn(product, put, size, share, rows, m, layer, w)
+@piece
+def call_experts(share, rows, w, model, i, work):  # type: ignore[no-untyped-def]
+    """The same with experts of layer i (experts.py). model, work: addresses; the residual stream is w's."""
+    m = model_at(model)
+    share_of = share.part, share.threads, share.sync, share.group, share.ranks
+    invoke(m.routing.entry, (*share_of, rows, w.h, model, m.layers + i * LAYER_BYTES, work))

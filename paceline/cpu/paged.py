@@ -31,6 +31,8 @@ class Attention(NamedTuple):
     b: Any  # forward.Pass
     m: Any  # layer.Model
     w: Any  # layer.Work
+    paths: int  # addresses, of this kind of layers
+    places: int
     window: int  # positions that a row sees; 0: all
     sinks: int  # address of a score more for each query head; 0: none
     keys: int  # address of the layer's cached keys
@@ -63,7 +65,7 @@ def run_of(a, first, most):  # type: ignore[no-untyped-def]
     while last < b.rows and last - first < most and requests[last] == request:
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
-    places = a.w.places + request * b.max_blocks * b.block_size * PLACE
+    places = a.places + request * b.max_blocks * b.block_size * PLACE
     return Run(first, last, 0 if a.rows else first, prefix, places)
 
 
@@ -75,7 +77,7 @@ def row_of(run, row):  # type: ignore[no-untyped-def]
 @piece
 def seen_by(a, run, row):  # type: ignore[no-untyped-def]
     """The first position that a row sees, and its own and one."""
-    paths = carray(int_pointer(a.w.paths), (a.b.rows, a.b.rows + 1, 2))
+    paths = carray(int_pointer(a.paths), (a.b.rows, a.b.rows + 1, 2))
     length = run.prefix + paths[row, a.b.rows, 0]
     return max(0, length - a.window) if a.window > 0 else 0, length
 
@@ -101,7 +103,7 @@ def _places(a, run, first, last):  # type: ignore[no-untyped-def]
     """Where the places of positions from `first` on lie, and how far they lie there, at most to `last`."""
     if first < run.prefix:
         return run.places + first * PLACE, min(last, run.prefix)
-    return a.w.paths + (run.first * (a.b.rows + 1) + first - run.prefix) * PLACE, last
+    return a.paths + (run.first * (a.b.rows + 1) + first - run.prefix) * PLACE, last
 
 
 @piece
@@ -184,7 +186,7 @@ def _finish(a, run, strip):  # type: ignore[no-untyped-def]
         own = _at(a, run, kv_head) + query
         row, head = run.first + query // a.group, kv_head * a.group + query % a.group
         at = a.mixed + own * m.dim * 8 + column * 4
-        to = a.w.ready + (row * a.w.widest + head * m.dim + column) * 4
+        to = a.w.attended + (row * a.w.widest + head * m.dim + column) * 4
         shrink = np.float32(1) / carray(float_pointer(a.totals), own + 1)[own]
         if m.is_rounded:
             rounded.combine(at, m.dim * 4, shrink, to)

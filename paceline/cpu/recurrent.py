@@ -15,8 +15,9 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import kernel, piece, struct
-from paceline.cpu.forward import pass_at, work_at
+from paceline.cpu.forward import pass_at
 from paceline.cpu.lanes import address, float_pointer, fma, int_pointer
+from paceline.cpu.layer import work_at
 from paceline.cpu.rows import copy, fill, gate, normalize, sum_of_squares, times
 
 ONE, EPS = np.float32(1), np.float32(1e-6)

@@ -7,6 +7,7 @@ however long it is kept; a workspace never outlives the pass that asked for it b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import gt
 from sys import getrefcount
 from typing import Generic, TypeVar
@@ -17,6 +18,7 @@ import torch
 from paceline.models.quantize import padded
 
 T = TypeVar("T")
+EMPTY, ZEROS = partial(np.empty, dtype=np.float32), partial(np.zeros, dtype=np.uint8)
 KEPT = 2  # blocks: one is written while the last is read
 
 
@@ -36,8 +38,10 @@ def address(memory: np.ndarray) -> int:
 class Recycled:
     """A tensor, like every view of it, refers to its block: nothing has to be told when one is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Callable[[int], np.ndarray] = EMPTY) -> None:
+        """empty: fresh memory for that many floats."""
         self._blocks: list[np.ndarray] = []
+        self._empty = empty
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] float32, of any content."""
@@ -48,16 +52,20 @@ class Recycled:
         for i in range(len(self._blocks)):
             if _num_references(self._blocks, i) == NOT_LENT and len(self._blocks[i]) >= size:
                 return self._blocks[i][:size]
-        self._blocks = [*self._blocks, np.empty(size, np.float32)][-KEPT:]
+        self._blocks = [*self._blocks, self._empty(size)][-KEPT:]
         return self._blocks[-1][:size]
 
 
 class Workspace(Generic[T]):
     """Memory in which a pass computes: it grows to the largest pass seen."""
 
-    def __init__(self, sizes: Callable[..., dict[str, int]], make: Callable[[dict[str, int]], T]) -> None:
-        """sizes: bytes of each part by the key that `get` is given; make: what is made of their addresses."""
-        self._sizes, self._make = sizes, make
+    def __init__(
+        self, sizes: Callable[..., dict[str, int]], make: Callable[[dict[str, int]], T],
+        zeros: Callable[[int], np.ndarray] = ZEROS,
+    ) -> None:  # fmt: skip
+        """sizes: bytes of each part by the key that `get` is given; make: what is made of their addresses;
+        zeros: memory of that many bytes."""
+        self._sizes, self._make, self._zeros = sizes, make, zeros
         self._key: tuple[int, ...] = ()
         self._memory = np.empty(0, np.uint8)
         self._made: T | None = None
@@ -68,7 +76,7 @@ class Workspace(Generic[T]):
             self._key = tuple(map(max, key, self._key or key))
             sizes = self._sizes(*self._key)
             starts = np.cumsum([0, *(padded(size, 64) for size in sizes.values())]).tolist()
-            self._memory = np.zeros(starts[-1] + 64, np.uint8)
+            self._memory = self._zeros(starts[-1] + 64)
             base = padded(self._memory.ctypes.data, 64)
             self._made = self._make({name: base + start for name, start in zip(sizes, starts, strict=False)})
         return self._made

@@ -30,6 +30,8 @@ class Routing(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    entry: int = 0  # of experts.py's kernel
+    is_by_rank: bool = False  # an expert belongs to one rank; else every rank has some of its tiles
 
 
 @instruction(constants=1)
@@ -107,3 +109,5 @@ def route(r, logits_at, scores_at, n, correction, chosen_at, shares_at):  # type
             total += share
     for i in range(r.per_token):
         shares[i] = shares[i] / (total + TINY) * np.float32(r.scale)
+        if not r.is_sigmoid and correction != 0:
+            shares[i] *= carray(float_pointer(correction), r.num_experts)[chosen[i]]

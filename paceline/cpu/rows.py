@@ -64,6 +64,26 @@ def open_gates(emit: Emitter, x: Any, gates: Any, count: Any) -> None:
         emit.store(opened, here)
 
 
+@instruction()
+def soften_lanes(emit: Emitter, x: Any, count: Any, inverse: Any, cap: Any) -> None:
+    """x = cap * tanh(x * inverse) over `count` floats, a multiple of 8; what is no number stays so."""
+    builder, one = emit.builder, emit.constant(1.0, DOT_ROWS)
+    inverse, cap = (emit.broadcast(value, DOT_ROWS) for value in (inverse, cap))
+    with emit.loop(builder.sdiv(count, emit.const(DOT_ROWS))) as turn:
+        here = emit.offset(x, emit.times(turn, 4 * DOT_ROWS))
+        z = builder.fmul(emit.load(here, floats(DOT_ROWS)), inverse)
+        # tanh(z) = 2 / (1 + e ** -2z) - 1
+        below = builder.fadd(one, emit.exponential(builder.fmul(z, emit.constant(-2.0, DOT_ROWS))))
+        tanh = builder.fsub(builder.fdiv(emit.constant(2.0, DOT_ROWS), below), one)
+        is_none = builder.fcmp_unordered("uno", z, z)
+        emit.store(builder.select(is_none, z, builder.fmul(tanh, cap)), here)
+
+
+@piece
+def soften(x, count, cap):  # type: ignore[no-untyped-def]
+    soften_lanes(x, count, ONE / np.float32(cap), np.float32(cap))
+
+
 @instruction(constants=1)
 def quantize_lanes(emit: Emitter, group: int, x: Any, out: Any, scale_at: Any, sum_at: Any) -> None:
     """int8 = round(x / s), s = max|x| / 127 over `group` floats; stores s times REBASE and the sum."""

@@ -4,7 +4,8 @@ A pass goes on with the threads that have come when its patience ends, since the
 asked for (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late. Invariant: no barrier is passed before all that
 take part have come, and all that take part are running when the first step begins, so no pass waits for ever.
 Waiting is spinning at first, since steps take microseconds, and then sleeping: where others use the cores,
-too, a thread that spins keeps its core from the one it waits for.
+too, a thread that spins keeps its core from the one it waits for. Of a parallel model's rank, the last thread
+to come to a barrier meets those of the other ranks in memory that all have (parallel.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ SPINS, LEAST_SPINS = (60_000, 15_000) if platform.machine() == "x86_64" else (10
 NAP_NANOSECONDS = 1_000_000
 # Linux's system call that sleeps while an integer is what it was; elsewhere the core is offered instead.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among the threads of one process
+FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128  # private: among the threads of one process
+# Memory of a group of ranks begins as a team's does. Then: the number of the last order; whether a rank is
+# lost: no barrier of ranks holds any more, and what is computed is of no use; and the last orders by their
+# numbers, what is to be run in each: a rank may read one when rank 0 has given the next already. No rank is
+# later than that, since all meet in a pass.
+ORDER, BROKEN, ORDERS, NUM_ORDERS = OWN, OWN + LINE, OWN + 2 * LINE, 32
+LOST_S, GROUP_NAP = 8.0, 50_000_000  # seconds at a barrier of ranks before one is lost; nanoseconds of a nap
 MOST_PATIENCE, LEAST_PATIENCE = 10_000_000, 50_000  # nanoseconds: the least where threads did not come before
 # More threads than cores would wait for each other's turns; siblings of a core are used if asked for.
 CORES = usable_cores("NUMBA_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ)
@@ -54,11 +61,14 @@ NOTICED = 5  # regions in a row that were short of threads before it is said
 
 
 class Share(NamedTuple):
-    """What a thread does of a region: part number `part` of `threads`, or nothing if `part` is negative."""
+    """What a thread does of a region: part number `part` of `threads`, or nothing if `part` is negative. Of
+    the threads of several ranks every `ranks`-th is one rank's."""
 
     part: int
     threads: int
     sync: int  # address of a team's memory
+    group: int  # address of the memory of a group of ranks; 0: there is none
+    ranks: int
 
 
 @instruction(types.int64)
@@ -95,21 +105,22 @@ def futex(emit: Emitter, at: Any, operation: Any, value: Any, nap: Any) -> Any:
 
 
 @piece
-def sleep_while(sync, at, value):  # type: ignore[no-untyped-def]
-    """Sleep while the 32 bits at this address are `value`, at most a nap; a caller looks again afterwards."""
+def sleep_while(sync, at, value, kind):  # type: ignore[no-untyped-def]
+    """Sleep while the 32 bits at this address are `value`, at most a nap; a caller looks again afterwards.
+    kind: PRIVATE, or 0 for memory of several processes."""
     if FUTEX == 0:
         offer_core()
         return
     change(sync + ASLEEP, 1)
-    futex(at, FUTEX_WAIT, value, sync + NAP)
+    futex(at, FUTEX_WAIT + kind, value, sync + NAP)
     change(sync + ASLEEP, -1)
 
 
 @piece
-def wake(sync, at):  # type: ignore[no-untyped-def]
+def wake(sync, at, kind):  # type: ignore[no-untyped-def]
     """After the integer at this address has changed. A thread that sleeps was counted before it looked."""
     if look(sync + ASLEEP) > 0:
-        futex(at, FUTEX_WAKE, 2**31 - 1, 0)
+        futex(at, FUTEX_WAKE + kind, 2**31 - 1, 0)
 
 
 @unrolled
@@ -132,7 +143,7 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
     """The share of iteration `part` of a region of `threads`. The first that comes waits until all have, or
     its patience ends and the others come too late: nothing is left for them to do."""
     if threads == 1:
-        return Share(part, 1, sync)
+        return Share(part, 1, sync, 0, 1)
     gate, until = sync + GATE, 0.0
     place = change(gate, 1)
     if place == threads - 1:
@@ -146,7 +157,7 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
             if place == 0 and now > until:
                 settle(sync, come)
             else:
-                sleep_while(sync, gate + COUNTED // 8, 0)
+                sleep_while(sync, gate + COUNTED // 8, 0, PRIVATE)
         come = look(gate)
     count = come >> COUNTED
     if place == 0:  # a runtime that gives fewer threads is waited for less the next time
@@ -154,21 +165,29 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
         known[0] = max(known[0] // 4, LEAST_PATIENCE) if is_short else min(known[0] * 2, MOST_PATIENCE)
         known[1] = known[1] + 1 if is_short else 0
     if place >= count:
-        return Share(-1, count, sync)
-    return Share(part if count == threads else place, count, sync)
+        return Share(-1, count, sync, 0, 1)
+    return Share(part if count == threads else place, count, sync, 0, 1)
 
 
 @piece
 def settle(sync, come):  # type: ignore[no-untyped-def]
     """`come` threads take part, unless another has come or settled it meanwhile."""
     if exchange(sync + GATE, come, come | come << COUNTED):
-        wake(sync, sync + GATE + COUNTED // 8)
+        wake(sync, sync + GATE + COUNTED // 8, PRIVATE)
+
+
+@piece
+def in_row(share):  # type: ignore[no-untyped-def]
+    """The number of this thread where those of a rank follow each other. A rank's threads together then have
+    the same range of any items, however many threads there are."""
+    return share.part % share.ranks * (share.threads // share.ranks) + share.part // share.ranks
 
 
 @piece
 def range_of(share, count):  # type: ignore[no-untyped-def]
     """The part of `count` items that is this thread's."""
-    return count * share.part // share.threads, count * (share.part + 1) // share.threads
+    part = in_row(share)
+    return count * part // share.threads, count * (part + 1) // share.threads
 
 
 @instruction()
@@ -179,7 +198,7 @@ def ask_for(emit: Emitter, at: Any) -> None:
 @piece
 def wanted_by(share):  # type: ignore[no-untyped-def]
     """From where on and up to where this thread asks for memory while it waits."""
-    return carray(int_pointer(share.sync + OWN + 2 * LINE * share.part), 2)
+    return carray(int_pointer(share.sync + OWN + 2 * LINE * (share.part // share.ranks)), 2)
 
 
 @piece
@@ -192,17 +211,45 @@ def is_last(at, count):  # type: ignore[no-untyped-def]
 
 
 @piece
+def cross(group, ranks):  # type: ignore[no-untyped-def]
+    """A barrier of ranks, to which one thread of each comes; one that waits in vain says that one is lost."""
+    passed, until = group + LINE, 0.0
+    number = look(passed)
+    if is_last(group, ranks):
+        publish(passed, number + 1)
+        wake(group, passed, 0)
+        return
+    spins, turns, has_slept = 0, look(group + TURNS), False
+    while look(passed) == number and look(group + BROKEN) == 0:
+        spins += 1
+        if spins == turns:
+            now = seconds_now()
+            until = until if until > 0.0 else now + LOST_S
+            if now > until:
+                publish(group + BROKEN, 1)
+            sleep_while(group, passed, number & 0xFFFFFFFF, 0)
+            spins, has_slept = 0, True
+    if has_slept or turns < SPINS:
+        publish(group + TURNS, max(turns // 2, LEAST_SPINS) if has_slept else min(turns * 2, SPINS))
+
+
+@piece
 def barrier(share):  # type: ignore[no-untyped-def]
-    if share.threads == 1:
+    part, threads = share.part // share.ranks, share.threads // share.ranks
+    if threads == 1:
+        if share.group != 0:
+            cross(share.group, share.ranks)
         return
     passed, wanted = share.sync + LINE, wanted_by(share)
-    number, count, is_counted = look(passed), share.threads, True
+    number, count, is_counted = look(passed), threads, True
     if count > FOUR:
-        first, count = share.part // FOUR * FOUR, (count + FOUR - 1) // FOUR
-        is_counted = is_last(share.sync + OWN + LINE * (2 * first + 1), min(FOUR, share.threads - first))
+        first, count = part // FOUR * FOUR, (count + FOUR - 1) // FOUR
+        is_counted = is_last(share.sync + OWN + LINE * (2 * first + 1), min(FOUR, threads - first))
     if is_counted and is_last(share.sync, count):
+        if share.group != 0:
+            cross(share.group, share.ranks)
         publish(passed, number + 1)
-        wake(share.sync, passed)
+        wake(share.sync, passed, PRIVATE)
         return
     spins, turns, has_slept = 0, look(share.sync + TURNS), False
     while look(passed) == number:
@@ -211,10 +258,20 @@ def barrier(share):  # type: ignore[no-untyped-def]
             wanted[0] += 64
         spins += 1
         if spins == turns:
-            sleep_while(share.sync, passed, number & 0xFFFFFFFF)
+            sleep_while(share.sync, passed, number & 0xFFFFFFFF, PRIVATE)
             spins, has_slept = 0, True
     if has_slept or turns < SPINS:
         publish(share.sync + TURNS, max(turns // 2, LEAST_SPINS) if has_slept else min(turns * 2, SPINS))
+
+
+@piece
+def order(group, b, w, logits):  # type: ignore[no-untyped-def]
+    """Rank 0 tells the others what to run; without a pass, that a message waits for them."""
+    number = look(group + ORDER) + 1
+    given = carray(int_pointer(group + ORDERS), (NUM_ORDERS, 3))[number % NUM_ORDERS]
+    given[0], given[1], given[2] = b, w, logits
+    publish(group + ORDER, number)
+    wake(group, group + ORDER, 0)
 
 
 _lock = array("q", [0] * (2 * LINE // 8))  # in the middle of memory of its own, since all threads look at it

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from paceline.cpu.experts import ExpertRow
-from paceline.cpu.layer import COLUMNS
+from paceline.cpu.compile import entry_of
+from paceline.cpu.layer import COLUMNS, ExpertRow
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.routing import Routing
 from paceline.models.config import ExpertsConfig
@@ -58,15 +58,20 @@ def slots_of(experts: ExpertsConfig) -> int:
     return experts.per_token + (experts.shared_inner > 0)
 
 
-def routing_of(experts: ExpertsConfig | None) -> Routing:
+def routing_of(experts: ExpertsConfig | None, bits: int, is_by_rank: bool = False) -> Routing:
+    """The kernel is compiled for models that have experts alone."""
     if experts is None:
         return Routing()
+    from paceline.cpu.experts import MIX
+
+    entry = entry_of(MIX[bits], 10)
     has = experts.router == "sigmoid", experts.normalizes, experts.has_shared_gate
     groups = experts.groups, experts.top_groups
-    return Routing(experts.count, experts.per_token, slots_of(experts), *has, float(experts.scale), *groups)
+    sizes = experts.count, experts.per_token, slots_of(experts)
+    return Routing(*sizes, *has, float(experts.scale), *groups, entry, is_by_rank)
 
 
-def room_of_experts(experts: ExpertsConfig | None, hidden: int, rows: int, threads: int) -> dict[str, int]:
+def room_of_experts(experts: ExpertsConfig | None, hidden: int, rows: int) -> dict[str, int]:
     """Bytes of a pass's memory: of parts that have other uses too, the least."""
     if experts is None:
         return {}
@@ -75,7 +80,7 @@ def room_of_experts(experts: ExpertsConfig | None, hidden: int, rows: int, threa
     inputs = rows * max(inner, slots * padded(hidden, COLUMNS))
     return {
         "wide": rows * inner * 2 * 4,
-        "narrow": rows * slots * hidden * 4,
+        "narrow": rows * slots * padded(hidden, COLUMNS) * 4,
         "values": inputs * 4,
         "scales": inputs // 32 * 4,
         "sums": inputs // 32 * 4,
@@ -84,5 +89,4 @@ def room_of_experts(experts: ExpertsConfig | None, hidden: int, rows: int, threa
         "shares": rows * slots * 4,
         "ranks": rows * slots * 8,
         "starts": (experts.count + 2) * 8,
-        "gated": threads * COLUMNS * 4,
     }

@@ -3,7 +3,9 @@
 How many splits there are is the launch's; where they begin follows from a request's own context, on the
 device, so a recording is good for any context. A program with one tile loads all it needs of it before it
 uses any, and cached keys before it waits for the kernel that computes queries; a longer split is a pipelined
-loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
+loop. With paths a row of a tree stands at its position: of a split that has rows of this pass each row has a
+program to itself, which finds the row's ancestors in order. Invariant: tiles of places are folded in one
+after another, so all of this gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from paceline.cuda.add_splits import Partials, add_if_last
 from paceline.cuda.rows import BLOCK_SIZE, SCALE_BYTES, let_next_start, wait_for_previous
 
 PLACES = tl.constexpr(64)  # keys of a tile: as many as a word of the masks has bits
+LONGEST_PATH = tl.constexpr(256)  # rows of a tree, at most
 NEAR = tl.constexpr(16)  # splits of the near size, at most; all after them are of the far size
 
 
@@ -28,7 +31,7 @@ class Paged(NamedTuple):
     value_cache: tensor  # (a tuple of Triton has `values` of its own)
     table: tensor  # its blocks,
     table_stride: tensor  # this far from each other
-    fresh_slots: tensor  # of its rows in this pass
+    fresh_slots: tensor  # of its rows in this pass, or of a row's ancestors
     fresh_positions: tensor
     prefix: tensor  # cached places
     highest: tensor  # the place after the last
@@ -37,6 +40,7 @@ class Paged(NamedTuple):
     DIM: constexpr  # of a head
     PADDED: constexpr  # DIM rounded up to a power of two
     WINDOW: constexpr  # positions that a row sees; 0: all
+    HAS_PATHS: constexpr  # places are positions, and what a row sees is all up to its own
 
 
 class TileSight(NamedTuple):
@@ -104,9 +108,16 @@ def _load_tile(
     key = tl.load(paged.key_cache + at, mask=is_there, other=0.0).to(DTYPE)
     value = tl.load(paged.value_cache + at, mask=is_there, other=0.0).to(DTYPE)
     key_position = place
-    if paged.WINDOW:
-        key_position = _or_fresh(place, paged.fresh_positions, place, paged)
-    return key, value, line, _is_seen(sight, first - paged.prefix, key_position, paged.WINDOW)
+    if paged.HAS_PATHS:
+        distance = sight.position[:, None] - place[None, :]
+        is_seen = distance >= 0
+        if paged.WINDOW:
+            is_seen = is_seen & (distance < paged.WINDOW)
+    else:
+        if paged.WINDOW:
+            key_position = _or_fresh(place, paged.fresh_positions, place, paged)
+        is_seen = _is_seen(sight, first - paged.prefix, key_position, paged.WINDOW)
+    return key, value, line, is_seen
 
 
 @triton.jit
@@ -197,15 +208,37 @@ def _split_of(place: tensor, near_size: tensor, far_size: tensor) -> tensor:
     return tl.where(beyond < 0, place // near_size, NEAR + beyond // far_size)
 
 
+@triton.jit(do_not_specialize=["num_requests", "num_words", "most"])
+def trace(
+    starts: tensor, slots: tensor, masks: tensor, paths: tensor, num_requests: tensor, num_words: tensor,
+    most: tensor, REQUESTS: constexpr,
+) -> None:  # fmt: skip
+    """A program a row: paths [T, LONGEST_PATH], the slots of a row's ancestors in this pass, in order, and
+    its own. most: words of a mask that are read."""
+    let_next_start()
+    wait_for_previous()
+    row, index, bit = tl.program_id(0), tl.arange(0, REQUESTS), tl.arange(0, PLACES)
+    first_rows = tl.load(starts + index, mask=index < num_requests, other=0)
+    start, count = tl.max(tl.where(first_rows <= row, first_rows, 0), 0), 0
+    for word in tl.range(0, most):
+        mask = tl.load(masks + row * num_words + word).to(tl.uint64, bitcast=True)
+        is_seen = ((mask >> bit.to(tl.uint64)) & 1).to(tl.int32)
+        place = count + tl.cumsum(is_seen, 0) - 1
+        slot = tl.load(slots + start + word * PLACES + bit, mask=is_seen != 0, other=0)
+        is_kept = (is_seen != 0) & (place < LONGEST_PATH)
+        tl.store(paths + row * LONGEST_PATH + place, slot, mask=is_kept)
+        count += tl.sum(is_seen, 0)
+
+
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "num_words", "num_splits"])
 def attend_split(
     q: tensor, keys: tensor, values: tensor, out: tensor, peaks: tensor, totals: tensor, sums: tensor,
     ends: tensor, starts: tensor, prefix_lens: tensor, slots: tensor, positions: tensor, tables: tensor,
-    masks: tensor, sinks: tensor, counters: tensor, scale: tensor, num_requests: tensor, table_stride: tensor,
-    num_words: tensor, num_splits: tensor, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
-    PADDED: constexpr, REQUESTS: constexpr, BLOCK_M: constexpr, WINDOW: constexpr, NEAR_SIZE: constexpr,
-    FAR_SIZE: constexpr, IS_WHOLE: constexpr, NUM_LOOPS: constexpr, HAS_SHORT: constexpr,
-    IS_EARLY: constexpr, COUNT: constexpr, CHUNK: constexpr, IS_LATE: constexpr,
+    masks: tensor, paths: tensor, sinks: tensor, counters: tensor, scale: tensor, num_requests: tensor,
+    table_stride: tensor, num_words: tensor, num_splits: tensor, KV_HEADS: constexpr, GROUP: constexpr,
+    DIM: constexpr, PADDED: constexpr, REQUESTS: constexpr, BLOCK_M: constexpr, WINDOW: constexpr,
+    NEAR_SIZE: constexpr, FAR_SIZE: constexpr, IS_WHOLE: constexpr, NUM_LOOPS: constexpr,
+    HAS_SHORT: constexpr, IS_EARLY: constexpr, COUNT: constexpr, CHUNK: constexpr, IS_LATE: constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two. So
     have `sinks`, if any: of each head a score without a value, in the split where a row stands itself.
@@ -215,38 +248,51 @@ def attend_split(
         let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    # All is loaded at once. A request's first tile is its first row // ROWS + its index: room for its rows
+    STEP: tl.constexpr = ROWS if paths is None else 1  # rows from a program to the next
+    # All is loaded at once. A request's first tile is its first row // STEP + its index: room for its rows
     # however many the others have.
     index = tl.arange(0, REQUESTS)
     is_request = index < num_requests
     first_rows = tl.load(starts + index, mask=is_request, other=0)
     end_rows = tl.load(starts + index + 1, mask=is_request, other=0)
     prefixes = tl.load(prefix_lens + index, mask=is_request, other=0)
-    request = tl.sum((is_request & (first_rows // ROWS + index <= tile)).to(tl.int32), 0) - 1
+    request = tl.sum((is_request & (first_rows // STEP + index <= tile)).to(tl.int32), 0) - 1
     is_it = index == request
     start, end = tl.sum(tl.where(is_it, first_rows, 0), 0), tl.sum(tl.where(is_it, end_rows, 0), 0)
     prefix = tl.sum(tl.where(is_it, prefixes, 0), 0)
-    first_row = start + (tile - start // ROWS - request) * ROWS
+    first_row = start + (tile - start // STEP - request) * STEP
     if not IS_EARLY or first_row >= end:
         wait_for_previous()  # all that was read before is the batch's own
     if first_row >= end:
         return
+    if NEAR_SIZE:  # splits of fixed sizes
+        split_start = tl.minimum(split, NEAR) * NEAR_SIZE + tl.maximum(split - NEAR, 0) * FAR_SIZE
+        split_end = split_start + tl.where(split < NEAR, NEAR_SIZE, FAR_SIZE)
+    num_rows, fresh, is_chain = ROWS, slots + start, True
+    if paths is not None:
+        is_chain = tl.load(positions + end - 1) - prefix == end - 1 - start
+        is_shared = is_chain | (split_end <= prefix)
+        if is_shared & ((first_row - start) % ROWS != 0):
+            return  # an earlier row's program has this one's, too
+        num_rows = tl.where(is_shared, ROWS, 1)
+        fresh = tl.where(is_chain, fresh, paths + first_row * LONGEST_PATH)
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, PADDED)
-    row, is_row = first_row + m // GROUP, (m < ROWS * GROUP) & (first_row + m // GROUP < end)  # [M]
+    row, is_row = first_row + m // GROUP, (m < num_rows * GROUP) & (first_row + m // GROUP < end)  # [M]
     flat = row * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP  # [M]: row and head
     at_split = flat.to(tl.int64) * num_splits + split
     # Ancestors come before their descendants, so no place after the tile's last row is seen.
     top = prefix + tl.minimum(first_row + ROWS, end) - start
-    position, bottom = row, 0
-    if WINDOW:
+    position, place, bottom = row, prefix + row - start, 0
+    if WINDOW or paths is not None:
         position = tl.load(positions + row, mask=is_row, other=1 << 30)
+    if WINDOW:
         bottom = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES
-    if NEAR_SIZE:  # splits of fixed sizes
+    if paths is not None:
+        place, top = position, tl.max(tl.where(is_row, position, 0), 0) + 1
+    if NEAR_SIZE:
         first_split = _split_of(bottom, NEAR_SIZE, FAR_SIZE)
         last_split = _split_of(top - 1, NEAR_SIZE, FAR_SIZE)
-        lowest = tl.minimum(split, NEAR) * NEAR_SIZE + tl.maximum(split - NEAR, 0) * FAR_SIZE
-        highest = tl.minimum(lowest + tl.where(split < NEAR, NEAR_SIZE, FAR_SIZE), top)
-        lowest = tl.maximum(lowest, bottom)
+        lowest, highest = tl.maximum(split_start, bottom), tl.minimum(split_end, top)
     else:  # the same share of the prefix's tiles for each; the last has the rows of this pass, too
         num_tiles = tl.maximum(prefix - bottom, 0) // PLACES + 1
         share = tl.cdiv(num_tiles, num_splits)
@@ -265,16 +311,16 @@ def attend_split(
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     total = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
-        home = _split_of(prefix + row - start, NEAR_SIZE, FAR_SIZE) if NEAR_SIZE else last_split + 0 * row
+        home = _split_of(place, NEAR_SIZE, FAR_SIZE) if NEAR_SIZE else last_split + 0 * row
         sink = tl.load(sinks + kv_head * GROUP + m % GROUP)
         peak, total = tl.where(home == split, sink, peak), tl.where(home == split, 1.0, total)
     state = (peak, total, tl.zeros((BLOCK_M, PADDED), tl.float32))
-    table, fresh, places = tables + request, slots + start, positions + start
+    table, places = tables + request, positions + start
     peak, total, acc = _fold_tiles(
         of_query, is_query, lowest, scale, state,
         Paged(
             keys, values, table, table_stride, fresh, places, prefix, highest, kv_head, KV_HEADS, DIM, PADDED,
-            WINDOW,
+            WINDOW, paths is not None,
         ),
         TileSight(masks, num_words, row, is_row, position), HAS_SHORT, IS_EARLY, NUM_LOOPS,
     )  # fmt: skip

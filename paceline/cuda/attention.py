@@ -1,11 +1,12 @@
 """Paged attention of a whole pass under tree masks, flash-style: scores are never stored.
 
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order,
-so a chain's row stands at its position. Places are cut into splits: as many as fill the device, equal shares
-of a request's context; in exact mode short ones near the start and long ones after. Invariant: splits and
-tiles follow from a request's own context and never from what else is in the launch, and what a row does not
-see adds an exact zero: its bits depend on its own context, on where its ancestors stand, and on constants
-that the sizes of a launch choose (`launch_for`); in exact mode these are fixed.
+so a chain's row stands at its position; in exact mode so does a tree's (`paths_of`). Places are cut into
+splits: as many as fill the device, equal shares of a request's context; in exact mode short ones near the
+start and long ones after. Invariant: splits and tiles follow from a request's own context and never from what
+else is in the launch, and what a row does not see adds an exact zero: its bits depend on its own context, on
+where its ancestors stand, and on constants that the sizes of a launch choose (`launch_for`); in exact mode
+these are fixed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 
 from paceline.cuda.add_splits import add_splits
-from paceline.cuda.attend_split import NEAR, PLACES, attend_split
+from paceline.cuda.attend_split import LONGEST_PATH, NEAR, PLACES, attend_split, trace
 from paceline.cuda.batch import DeviceBatch
 from paceline.cuda.rows import BLOCK_SIZE, LAUNCH, SCALE_BYTES, are_dense
 from paceline.models.attention import LayerCache
@@ -52,7 +53,7 @@ ALONE = FEW_ROWS._replace(by_last=4, is_late=True)
 LARGE = Tiling(128, 8, 3, 128, 2, 16)
 UNSPLIT = Tiling(128, 8, 5, 1, 2, 1)
 EXACT = Tiling(64, 4, 3, 0, 1, 8, near_size=128, far_size=1024)  # for any number of rows
-MOST_SPLITS = 32
+MOST_SPLITS, SUMS = 32, 4096  # of a row and head: numbers of sums that are loaded together, at most
 
 
 class Attending(NamedTuple):
@@ -62,7 +63,8 @@ class Attending(NamedTuple):
     max_rows: int  # of one request
     window: int | None = None
     is_prefix_old: bool = True  # its keys were there before a product that let nothing start early
-    is_exact: bool = False  # the bits of a chain's row depend on its own context alone; not so a tree's
+    is_exact: bool = False  # a row's bits depend on its own context alone; with trees only with `paths`
+    paths: Tensor | None = None  # [T, LONGEST_PATH] int32: what `paths_of` says
     sinks: Tensor | None = None  # [heads] float32: scores without values, times log2(e)
     counters: Tensor | None = None  # [any] int32, zero before and after; shared by passes of one stream
 
@@ -96,9 +98,25 @@ def launch_for(q: Tensor, keys: Tensor, batch: DeviceBatch, how: Attending) -> T
     return tiling._replace(
         block_m=block_m, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits,
         has_short=tiling.has_short and PLACES.value * padded * q.element_size() <= SHORT_BYTES,
-        together=min(tiling.together, triton.next_power_of_2(num_splits)),
+        together=min(tiling.together, SUMS // padded, triton.next_power_of_2(num_splits)),
         by_last=min(tiling.by_last, block_m, triton.next_power_of_2(group * how.max_rows)),
     )  # fmt: skip
+
+
+def paths_of(batch: DeviceBatch) -> Tensor:
+    """[T, LONGEST_PATH] int32: the slots of each row's ancestors in this pass and its own, in order."""
+    (num_rows, num_words), num_requests = batch.masks.shape, len(batch.prefix_lens)
+    paths = torch.empty((num_rows, LONGEST_PATH.value), dtype=torch.int32, device=batch.masks.device)
+    most = min(num_words, LONGEST_PATH.value // PLACES.value)  # longer requests are chains
+    trace[(num_rows,)](
+        batch.starts, batch.slots, batch.masks, paths, num_requests, num_words, most,
+        _searched(num_requests), num_warps=1, **LAUNCH,
+    )  # fmt: skip
+    return paths
+
+
+def _searched(num_requests: int) -> int:
+    return FEW if num_requests <= FEW else max(MANY, triton.next_power_of_2(num_requests))
 
 
 def attend(
@@ -122,17 +140,17 @@ def attend(
     sums, peaks, totals = partials.split([count * num_splits * each for each in (dim, 1, 1)])
     ends = torch.empty(count, dtype=torch.int32, device=q.device)
     padded, group = triton.next_power_of_2(dim), heads // kv_heads
-    searched = FEW if num_requests <= FEW else max(MANY, triton.next_power_of_2(num_requests))
-    num_tiles = num_rows // (tiling.block_m // group) + num_requests
+    assert how.paths is None or how.is_exact, "splits of fixed sizes"
+    num_tiles = num_rows // (tiling.block_m // group if how.paths is None else 1) + num_requests
     room = 0 if counters is None else len(counters)
     is_added = num_splits > 1 and tiling.by_last > 0 and num_tiles * kv_heads <= room
     attend_split[(num_tiles, kv_heads, num_splits)](
         q, keys, values, out, peaks, totals, sums, ends,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
-        how.sinks, counters if is_added else None, how.scale * LOG2_E, num_requests,
+        how.paths, how.sinks, counters if is_added else None, how.scale * LOG2_E, num_requests,
         batch.block_tables.shape[1], batch.masks.shape[1], num_splits,
-        kv_heads, group, dim, padded, searched, tiling.block_m, how.window or 0, tiling.near_size,
-        tiling.far_size, num_splits == 1, tiling.num_loops, tiling.has_short,
+        kv_heads, group, dim, padded, _searched(num_requests), tiling.block_m, how.window or 0,
+        tiling.near_size, tiling.far_size, num_splits == 1, tiling.num_loops, tiling.has_short,
         tiling.has_short and how.is_prefix_old, tiling.by_last if is_added else 0,
         tiling.together if is_added else 0, tiling.is_late,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **LAUNCH,

@@ -26,6 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_ROWS = (1, 16, 256)  # few, since every bucket is recorded and compiled for
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BEYOND = 256  # positions after a model's last: a draft may be longer than what is left of the context
+VERSIONS = "parents", "states_in", "states_out"  # columns of a model with recurrent layers
 
 
 class Bucket(NamedTuple):
@@ -173,6 +174,12 @@ def batch_columns(bucket: Bucket, trash_slot: int) -> dict[str, Column]:
     return columns | {"limits": Column((requests,))}
 
 
+def version_columns(rows: int) -> dict[str, Column]:
+    """Of a model with recurrent layers: padding goes on from the state of no text and leaves none."""
+    none = Column((rows,), padding=-1)
+    return {"parents": none, "states_in": Column((rows,)), "states_out": none}
+
+
 def tables_of(columns: Columns, bucket: Bucket) -> np.ndarray:
     """[blocks of the longest, requests]."""
     requests = len(columns.prefix_lens)
@@ -210,13 +217,19 @@ def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None)
     ids, positions, prefixes = columns.input_ids, columns.positions, columns.prefix_lens
     values = by_field(ids, positions, columns.slots, starts, prefixes, tables_of(columns, bucket), masks)
     values["wanted"] = columns.rows
+    if columns.states_in:
+        values |= {name: getattr(columns, name) for name in VERSIONS}
     if picks is not None:
         values |= choice_values(picks, [positions[row] + 1 for row in columns.rows])
     return values
 
 
-def target_buffer(bucket: Bucket, num_wanted: int, trash_slot: int, device: torch.device) -> Buffer:
+def target_buffer(
+    bucket: Bucket, num_wanted: int, trash_slot: int, device: torch.device, has_states: bool = False
+) -> Buffer:
     """Of the target's pass, without requests. num_wanted: rows whose logits are."""
     columns = batch_columns(bucket, trash_slot) | choice_columns(num_wanted)
+    if has_states:
+        columns |= version_columns(bucket.rows)
     columns["wanted"] = Column((num_wanted,), torch.int64)
     return Buffer(columns, device, batch_values(bucket, NOTHING, None))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import build
+from paceline.core.errors import ConfigError
 from paceline.core.types import Cached, Columns, Segment
 from paceline.cuda import batch, rows
 from paceline.cuda.attention import Attending
@@ -57,6 +58,9 @@ class CudaChainHead(RecordedHead):
     def __init__(self, head: Head, decoder: CudaDecoder, num_blocks: int) -> None:
         config, reader = head.config, head_reader(head, decoder.weights)
         assert isinstance(config, LayeredConfig)
+        if isinstance(config, MtpConfig) and config.experts is not None:
+            remedy = "use device='cpu', or another speculative_config"
+            raise ConfigError(f"the GPU kernels do not do experts in an MTP module's layer; {remedy}")
         prefixes = ["midlayer."]
         if isinstance(config, DraftConfig):
             prefixes = [f"layers.{i}." for i in range(config.num_layers)]
@@ -64,6 +68,7 @@ class CudaChainHead(RecordedHead):
         self.config = config
         self._fuse = reader.matrix("fc") if reader.has("fc") else None
         is_mtp = isinstance(config, MtpConfig)
+        self._reads_normed = isinstance(config, (MtpConfig, EagleConfig)) and config.norm_output
         self._hidden_norm = reader.norm_if_any("hidden_norm" if is_mtp else "midlayer.hidden_norm")
         self._embed_norm = reader.norm_if_any("embed_norm")
         self._norm = reader.norm_if_any("norm")
@@ -195,6 +200,7 @@ class CudaChainHead(RecordedHead):
         if shape.is_guessed:
             ahead = Column((max(shape.steps - 1, 1), max(requests, ALIGNED)))
             columns |= {"next_positions": ahead, "next_slots": ahead._replace(padding=trash_slot)}
+        if shape.is_guessed or shape.tree is not None:
             columns |= batch.choice_columns(requests)
         buffer = Buffer(columns, self.device, batch.batch_values(shape.bucket, batch.NOTHING, None))
         at = buffer.on_device
@@ -205,7 +211,7 @@ class CudaChainHead(RecordedHead):
 
     def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Any:
         """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
-        how = Attending(self._scale, shape.bucket.max_rows)
+        how = Attending(self.scale, shape.bucket.max_rows)
         features = self._features(at["addresses"], shape.is_true) if self.taps else None
         x, normed = self._pass(DeviceBatch.of(at), features, at["written"], how)
         x, normed = x[at["wanted"]], normed[at["wanted"]]
@@ -222,8 +228,20 @@ class CudaChainHead(RecordedHead):
                 features = self._output(x, normed)[None] if self.taps else None
                 x, normed = self._pass(step_batch, features, slots, how._replace(max_rows=1))
                 logits = self._output_layer(normed)
-            guess(logits, at, self._ids, step, results[:, step, :count])
+            guess(logits, at, self.ids, step, results[:, step, :count])
         return results
+
+    def read_on(
+        self, batch: DeviceBatch, features: Tensor, how: Attending, newest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and outputs of the last `newest` rows of each request, all of which have as many. features
+        [1, T, hidden]: outputs of this head."""
+        x, normed = self._pass(batch, features, batch.slots, how)
+        requests = len(batch.prefix_lens)
+        x, normed = (
+            each.view(requests, -1, each.shape[1])[:, -newest:].flatten(0, 1) for each in (x, normed)
+        )
+        return self._output_layer(normed), self._output(x, normed)
 
     def _features(self, addresses: Tensor, is_true: bool) -> Tensor:
         """[parts, T, hidden]: of the target and fused, or of this head."""
@@ -233,9 +251,7 @@ class CudaChainHead(RecordedHead):
 
     def _output(self, x: Tensor, normed: Tensor) -> Tensor:
         """What the next step reads."""
-        config = self.config
-        is_normed = isinstance(config, MtpConfig) or (isinstance(config, EagleConfig) and config.norm_output)
-        return normed if is_normed else x
+        return normed if self._reads_normed else x
 
     def _enter(self, tokens: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> the residual stream [T, hidden] and what the first layer reads of it."""
@@ -261,7 +277,8 @@ class CudaChainHead(RecordedHead):
         """-> the residual stream after all layers, and what the output layer reads of it, [T, hidden] each.
         slots: where the rows' keys are written; `batch.slots`: where they are read."""
         x, first = self._enter(batch.input_ids, features)
-        normed, norms = torch.empty_like(x), [layer.attention_norm for layer in self._layers[1:]]
+        norms = [layer.attention_norm for layer in self._layers[1:]]
+        normed = torch.empty_like(x) if self._layers[0].gates is None else first
         norms.append(self._ones if self._norm is None else self._norm)
         for i, layer in enumerate(self._layers):
             q = layer.queries(first, (batch.positions, slots), self._cache.layer(i))

@@ -20,7 +20,7 @@ import torch
 from paceline.core.types import Batch, Output, PassSizes
 from paceline.cuda import batch as batches
 from paceline.cuda import rows
-from paceline.cuda.attention import Attending
+from paceline.cuda.attention import Attending, paths_of
 from paceline.cuda.batch import (
     MAX_ROWS,
     ROWS,
@@ -32,12 +32,19 @@ from paceline.cuda.batch import (
     next_size,
     target_buffer,
 )
+from paceline.cuda.delta_net import DeltaNet
+from paceline.cuda.experts import DenseFfn
+from paceline.cuda.gathered import Gathered
 from paceline.cuda.graphs import Arriving, Capture, Graphs
+from paceline.cuda.layer import Weights
 from paceline.cuda.linear import Matrix
+from paceline.cuda.norms import cap_logits
 from paceline.cuda.pick import pick
-from paceline.cuda.weights import Weights, load_weights
+from paceline.cuda.recurrent import Versions
+from paceline.cuda.weights import load_weights
 from paceline.models.attention import LayerCache
 from paceline.models.config import ModelConfig
+from paceline.models.shard import Group
 
 # Tiles and KV heads of a launch of attention whose splits are added by its last program, at most.
 COUNTERS = 8192
@@ -61,11 +68,16 @@ class PassSpec(NamedTuple):
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
-    picks_cuts, woken = False, 0.0
+    picks_cuts = False
 
-    def __init__(self, config: ModelConfig, weights: Weights, capture: Capture, is_exact: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, capture: Capture, is_exact: bool, is_alone: bool = True
+    ) -> None:
+        """is_alone: no other rank has a part of the weights."""
         self.config, self.weights, self.device, self.is_exact = config, weights, weights.norm.device, is_exact
+        self._scales = [config.kinds[config.kind_of(i)].scale for i in range(config.num_layers)]
         self._last_norm = weights.norm * config.logits_scale
+        self._is_alone = is_alone
         self.capture = capture  # of all that is recorded on this device: recordings share its memory
         self._graphs = Graphs(capture)
         self.num_blocks = batches.blocks_for(config.max_context)  # of one request, at most
@@ -77,18 +89,21 @@ class CudaDecoder:
     def load(
         cls, source: Any, dtype: str = "bfloat16", device: torch.device | str = "cuda",
         context: int | None = None, exact: bool = False, capture: Capture | None = None,
+        group: Group | None = None,
     ) -> Self:  # fmt: skip
-        """source: a checkpoint. `exact`: a row has the same bits in every pass, however many rows it has;
-        chains are checked, no trees."""
+        """source: a checkpoint. `exact`: a row has the same bits in every pass, however many rows it has and
+        wherever in a tree it is. group: the ranks that have a part each."""
         most = source.config.max_context
         config = replace(source.config, max_context=min(most, context or most))
-        weights = load_weights(source, config, dtype, torch.device(device), exact)
-        return cls(config, weights, capture or Capture(), exact)
+        weights = load_weights(source, config, dtype, torch.device(device), exact, group)
+        return cls(config, weights, capture or Capture(), exact, group is None)
 
     @property
-    def checks_trees(self) -> bool:
-        """In attention a node stands at its row, not at its position: side branches have other bits."""
-        return not self.is_exact
+    def woken(self) -> float:
+        """Distinct experts that the last pass woke in a layer that has them, on average; rows that fill it up
+        wake some, too. Routers leave their numbers on the device: this alone waits for them."""
+        counts = [each.ffn.woken for each in self.weights.layers if not isinstance(each.ffn, DenseFfn)]
+        return torch.cat(counts).float().mean().item() if counts else 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -100,9 +115,8 @@ class CudaDecoder:
         return sum(math.prod(matrix.weight.shape) for matrix in self._matrices)
 
     @property
-    def _matrices(self) -> list[Matrix]:
-        layers, head = self.weights.layers, self.weights.head
-        return [m for each in layers for m in (each.qkv, each.out, *each.ffn.matrices)] + [head]
+    def _matrices(self) -> list[Matrix | Gathered]:
+        return [m for each in self.weights.layers for m in each.matrices] + [self.weights.head]
 
     @torch.inference_mode()
     def forward(
@@ -125,7 +139,8 @@ class CudaDecoder:
         logits, picked, hidden = self._graphs.launch((spec, id(kv)), partial(self.prepare, spec, kv), values)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
         chosen = None if picked is None or batch.picks is None else Arriving(picked[:count])
-        self.latest = chosen if count <= MAX_GRAPH_ROWS else None  # of more, the next pass cannot read them
+        # of more, the next pass cannot read them; nor can other ranks
+        self.latest = chosen if count <= MAX_GRAPH_ROWS and self._is_alone else None
         return Output(logits[:count], dict(zip(wished, kept, strict=True)), chosen)
 
     @torch.inference_mode()
@@ -158,7 +173,9 @@ class CudaDecoder:
         """A pass and what it reads. The pass keeps its cache: another at the same address would be taken for
         it."""
         count = spec.bucket.rows if spec.num_wanted is None else spec.num_wanted
-        buffer = target_buffer(spec.bucket, count, kv[0][0].shape[0] - 1, self.device)
+        has_states = self.config.recurrent is not None
+        keys = next(keys for i, (keys, _) in enumerate(kv) if not self.config.is_recurrent(i))
+        buffer = target_buffer(spec.bucket, count, len(keys) - 1, self.device, has_states)
         return partial(self._run, buffer.on_device, spec, kv), buffer
 
     def _run(self, at: Mapping[str, torch.Tensor], spec: PassSpec, kv: Sequence[LayerCache]) -> Any:
@@ -168,19 +185,26 @@ class CudaDecoder:
         norms = [*(layer.attention_norm for layer in layers), self._last_norm]
         x = rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, self._picks)
         hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
-        how = Attending(self.config.scale, bucket.max_rows)
-        how = how._replace(is_exact=self.is_exact, counters=self._counters)
-        normed, added, after = torch.empty_like(x), None, None
+        paths = paths_of(batch) if self.is_exact and bucket.max_rows > 1 else None
+        how = Attending(1.0, bucket.max_rows, is_exact=self.is_exact, paths=paths, counters=self._counters)
+        normed, added, after, scalar = torch.empty_like(x), None, None, 1.0
         for i, norm in enumerate(norms):
-            rows.add_norm(x, added, after, norm, eps, normed, self.config.residual_scale)
+            rows.add_norm(x, added, after, norm, eps, normed, self.config.residual_scale, scalar)
             if hidden is not None and i in wished:
                 hidden[wished.index(i)] = x
             if i < depth:
-                q = layers[i].queries(normed, (batch.positions, batch.slots), kv[i])
-                added, after = layers[i].run(x, q, batch, kv[i], how, normed), layers[i].after_mlp
+                layer = layers[i]
+                if isinstance(layer, DeltaNet):
+                    added = layer.run(x, Versions.of(at), kv[i], normed)
+                else:
+                    q = layer.queries(normed, (batch.positions, batch.slots), kv[i])
+                    added = layer.run(x, q, batch, kv[i], how._replace(scale=self._scales[i]), normed)
+                after, scalar = layer.after_mlp, layer.scalar
         if num_wanted == 0:  # part of a prompt
             return normed.new_empty((0, self.config.vocab_size)), None, hidden
         logits = weights.head(normed if num_wanted is None else normed[at["wanted"]])
+        if self.config.logits_cap:
+            cap_logits(logits, self.config.logits_cap)
         # the next pass may read the tokens where they are written
         out = self._picks[: len(logits)] if len(logits) <= MAX_GRAPH_ROWS else None
         return logits, pick(logits, at, out), hidden

@@ -125,6 +125,7 @@ class Matrix(NamedTuple):
     weight: PackedWeight  # [N, K]
     bias: Tensor | None = None  # [N]
     is_exact: bool = False  # the same bits with any number of rows, prompts too
+    num_outputs: int = 0  # of a matrix of which W has a rank's rows; 0: W is whole
 
     @property
     def num_bytes(self) -> int:
@@ -133,13 +134,13 @@ class Matrix(NamedTuple):
     def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> y [T, N] of x's dtype; with `activation`: act(first half of y) * second half."""
         assert activation in (None, "silu", "gelu_tanh", "clamped"), f"no activation {activation}"
-        weight, bias, is_exact = self
+        weight, bias, is_exact, _ = self
         if len(x) > FUSED_ROWS and is_exact:
             return torch.cat([self(some, activation) for some in x.split(FUSED_ROWS)])
         if len(x) > FUSED_ROWS:
             whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
             return whole if activation is None else add_up(whole[None], activation, x.dtype)
-        tile, splits = way_of(len(x), weight, x.dtype, is_exact)
+        tile, splits = self._way(x)
         if splits == 1:
             return self.multiply(x, tile, 1, activation)[0]
         return add_up(self.multiply(x, tile, splits), activation, x.dtype)
@@ -148,17 +149,21 @@ class Matrix(NamedTuple):
         """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:
         the next kernel may start when this one has, and wait. It helps where many small ones follow; a large
         one takes the room that these programs need. One product in each layer must not: see `Attending`."""
-        tile, splits = way_of(len(x), self.weight, x.dtype, self.is_exact)
+        tile, splits = self._way(x)
         if splits == 1 or len(x) > FUSED_ROWS:
             return self(x)[None]
         return self.multiply(x, tile, splits, is_early=is_early)
+
+    def _way(self, x: Tensor) -> tuple[Tile, int]:
+        whole = self.num_outputs or self.weight.shape[0], self.weight.shape[1]
+        return way_of(len(x), self.weight._replace(shape=whole), x.dtype, self.is_exact)
 
     def multiply(
         self, x: Tensor, tile: Tile, splits: int, gate: Activation | None = None, is_early: bool = False,
         grouped: Grouped = UNGROUPED,
     ) -> Tensor:  # fmt: skip
         """x [T, K] -> [splits, T, N], or [1, T, N / 2] with a gate; grouped: [1, its rows, N or N / 2]."""
-        weight, bias, _ = self
+        weight, bias = self.weight, self.bias
         (num_inputs, width), num_outputs = x.shape, weight.shape[0] // grouped.num_experts
         num_rows, tiles = grouped.num_rows or num_inputs, grouped.tiles
         assert x.is_contiguous(), "rows of x lie one after another"

@@ -1,8 +1,9 @@
 """The Triton kernels of cuda/linear.py: a product, the sum of its parts, whole weights from small integers.
 
-The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers become
-bfloat16 in registers. Invariant: a row of the result is a sum over its own row of x, in an order that K and
-the number of splits fix; before a gate it is rounded to the dtype, so the bits are those of separate kernels.
+The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers and floats
+become bfloat16 in registers. Invariant: a row of the result is a sum over its own row of x, in an order that
+K and the number of splits fix; before a gate it is rounded to the dtype, so the bits are those of separate
+kernels.
 """
 
 from __future__ import annotations
@@ -43,13 +44,111 @@ _TWO = tl.constexpr("""{
     fma.rn.bf16x2 $1, a, $3, z;
 }""")  # 128 + the low seven bits, less 128 or, where the sign bit is set, 256
 
+_FLOATS = tl.constexpr("""{
+    .reg .b32 a, b, f, z;
+    mov.b32 f, 0x7B807B80;
+    mov.b32 z, 0x80008000;
+    shl.b32 a, $2, 4;
+    shl.b32 b, $2, 8;
+    and.b32 b, b, 0x80008000;
+    lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+    fma.rn.bf16x2 $0, a, f, z;
+    shr.u32 a, $2, 4;
+    and.b32 b, $2, 0x80008000;
+    lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+    fma.rn.bf16x2 $1, a, f, z;
+}""")  # the bits of E4M3 as a bfloat16 are 2**-120 times its number, of subnormal ones too
+
+_FOUR_FLOATS = tl.constexpr("""{
+    .reg .b32 a, b, f, z;
+    mov.b32 f, 0x7E007E00;
+    mov.b32 z, 0x80008000;
+    shl.b32 a, $4, 6;
+    shl.b32 b, $4, 12;
+    and.b32 b, b, z;
+    lop3.b32 a, a, 0x01C001C0, b, 0xEA;
+    fma.rn.bf16x2 a, a, f, z;
+    fma.rn.bf16x2 $0, a, $5, z;
+    shl.b32 a, $4, 2;
+    shl.b32 b, $4, 8;
+    and.b32 b, b, z;
+    lop3.b32 a, a, 0x01C001C0, b, 0xEA;
+    fma.rn.bf16x2 a, a, f, z;
+    fma.rn.bf16x2 $1, a, $7, z;
+    shr.u32 a, $4, 2;
+    shl.b32 b, $4, 4;
+    and.b32 b, b, z;
+    lop3.b32 a, a, 0x01C001C0, b, 0xEA;
+    fma.rn.bf16x2 a, a, f, z;
+    fma.rn.bf16x2 $2, a, $9, z;
+    shr.u32 a, $4, 6;
+    and.b32 b, $4, z;
+    lop3.b32 a, a, 0x01C001C0, b, 0xEA;
+    fma.rn.bf16x2 a, a, f, z;
+    fma.rn.bf16x2 $3, a, $11, z;
+}""")  # the bits of E2M1 as a bfloat16 are 2**-126 times its number; half of it, times twice the scale
+
+_POWERS = tl.constexpr("""{
+    prmt.b32 $0, $4, 0, 0x4040;
+    shl.b32 $0, $0, 7;
+    prmt.b32 $1, $4, 0, 0x4141;
+    shl.b32 $1, $1, 7;
+    prmt.b32 $2, $4, 0, 0x4242;
+    shl.b32 $2, $2, 7;
+    prmt.b32 $3, $4, 0, 0x4343;
+    shl.b32 $3, $3, 7;
+}""")  # of each byte, the exponent of a bfloat16, two such
+
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
-def _parts(words: tensor, scales: tensor, BITS: constexpr, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
-    """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
+def _floats(words: tensor, scales: tensor, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
+    """words [N, W] int16 -> the numbers of each part of the group, [N, W] each. The assembly is given the
+    scales [N, 1], which multiply sums, as a loop loads early only what its products depend on."""
     if ASSEMBLY:
+        parts = tl.inline_asm_elementwise(
+            _FLOATS, "=r,=r,r,f,f", [words, scales], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        low = words.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+        parts = low, (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return parts
+
+
+@triton.jit
+def _four_floats(words: tensor, scales: tensor, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
+    """words [N, W] int16, scales [N, 1] uint32 -> the weights of each part of the group, [N, W] each. All are
+    bfloat16 numbers."""
+    if ASSEMBLY:
+        powers = tl.inline_asm_elementwise(
+            _POWERS, "=&r,=&r,=&r,=&r,r", [scales], (tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        parts = tl.inline_asm_elementwise(
+            _FOUR_FLOATS, "=&r,=&r,=&r,=r,r,r,r,r,r,r,r,r,r",
+            [words, powers[0], powers[1], powers[2], powers[3]],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        parts = ()
+        for i in tl.static_range(4):
+            bits = (words >> (4 * i)).to(tl.int32)
+            halves = (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**125
+            power = (((scales >> (8 * i)) & 255) << 23).to(tl.float32, bitcast=True)
+            parts += ((halves * power).to(dtype),)
+    return parts
+
+
+@triton.jit
+def _parts(words: tensor, scales: tensor, BITS: constexpr, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
+    """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each. Of FP8,
+    whose scales are float32, these are numbers that still want them; scales of MXFP4 are uint32."""
+    if scales.dtype == tl.float32:
+        parts = _floats(words, scales, ASSEMBLY, dtype)
+    elif scales.dtype == tl.uint32:
+        parts = _four_floats(words, scales, ASSEMBLY, dtype)
+    elif ASSEMBLY:
         # Twice, for two words at a time; made for a row and not for each of its words.
         scale = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [scales], tl.int32, is_pure=True, pack=1
@@ -125,7 +224,11 @@ def multiply(
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
     # With few rows it is bound by instructions: fewer of those that only keep the loop going.
-    FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16
+    FLOATS: tl.constexpr = scales.dtype.element_ty == tl.float32
+    # Sums carried from group to group make the larger tensor instruction wait for each product; but those of
+    # MXFP4 are then the ones of its weights in bfloat16, to the last bit.
+    IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint32
+    CARRIED: tl.constexpr = IS_MXFP4 or (BLOCK_T == 8 and BITS < 16 and not FLOATS)
     if AHEAD and OVERLAPS:
         # No kernel computes weights: the first AHEAD groups come while the kernel before still runs, into the
         # second-level cache. A thread asks for a row's groups, one run of bytes, or for a piece of it.
@@ -154,14 +257,15 @@ def multiply(
         else:
             words, of_row = tl.load(lines + group * group_step), tl.load(scales + group * rows + n)[:, None]
             parts = _parts(words, of_row, BITS, ASSEMBLY, x.dtype.element_ty)
-            # sums carried from group to group would make the larger tensor instruction wait for each product
-            of_group = sums if FEW else tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            of_group = sums if CARRIED else tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
             for i in tl.static_range(16 // BITS):
                 k = group * GROUP + i * WORDS + j
                 mask = is_row if WHOLE else is_row & (k < width)[:, None]
                 inputs = tl.load(x + source[None, :] * width + k[:, None], mask=mask, other=0.0)
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
-            sums = of_group if FEW else sums + of_group
+            if FLOATS:
+                of_group *= of_row
+            sums = of_group if CARRIED else sums + of_group
     if not IS_EARLY:
         let_next_start()
     if bias is not None:
@@ -212,8 +316,11 @@ def expand(
     j = tl.arange(0, WORDS)
     row = group * rows + n
     words, of_row = tl.load(packed + row[:, None] * WORDS + j[None, :]), tl.load(scales + row)[:, None]
+    FLOATS: tl.constexpr = scales.dtype.element_ty == tl.float32
     parts = _parts(words, of_row, BITS, False, out.dtype.element_ty)
     for i in tl.static_range(16 // BITS):
-        k = group * GROUP + i * WORDS + j
+        k, weights = group * GROUP + i * WORDS + j, parts[i]
+        if FLOATS:
+            weights = (weights.to(tl.float32) * of_row).to(out.dtype.element_ty)
         place = n[:, None].to(tl.int64) * width + k[None, :]
-        tl.store(out + place, parts[i], mask=(n < num_outputs)[:, None] & (k < width)[None, :])
+        tl.store(out + place, weights, mask=(n < num_outputs)[:, None] & (k < width)[None, :])

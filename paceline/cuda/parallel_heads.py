@@ -44,7 +44,7 @@ class CudaBlockHead(RecordedHead):
         self._markov = (reader.table("markov_w1"), reader.matrix("markov_w2")) if config.markov_rank else None
         # target id -> draft id; the last: any other token
         self._words = np.full(config.vocab_size, config.draft_vocab_size, np.int32)
-        ids = np.arange(config.vocab_size) if self._ids is None else self._ids.cpu().numpy()
+        ids = np.arange(config.vocab_size) if self.ids is None else self.ids.cpu().numpy()
         self._words[ids] = np.arange(len(ids), dtype=np.int32)
 
     @torch.inference_mode()
@@ -130,7 +130,7 @@ class CudaBlockHead(RecordedHead):
         (table, matrix), words = self._markov, at["words"]
         for step, some in enumerate(logits.split(requests)):
             added = matrix(rows.embed(words, table, 1.0))
-            words = guess(some, at, self._ids, step, results[:, step, :requests], added)
+            words = guess(some, at, self.ids, step, results[:, step, :requests], added)
         return results
 
     def _fused(self, addresses: Tensor, out: Tensor) -> None:
@@ -145,7 +145,7 @@ class CudaBlockHead(RecordedHead):
         normed, added = torch.empty_like(x), None
         where = at["positions"][count:], at["slots"][count:], at["starts"], at["prefixes"]
         batch = DeviceBatch(at["tokens"], *where, at["tables"], at["masks"])
-        how = Attending(self._scale, self.config.block_size, is_prefix_old=False)
+        how = Attending(self.scale, self.config.block_size, is_prefix_old=False)
         self._fused(at["addresses"], both[:count])
         for i, layer in enumerate(self._layers):
             rows.add_norm(x, added, None, layer.attention_norm, eps, both[count:])

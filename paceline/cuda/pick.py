@@ -97,16 +97,14 @@ def pick(logits: Tensor, how: Mapping[str, Tensor], out_ids: Tensor | None = Non
     return out_ids
 
 
-@triton.jit(do_not_specialize=["step", "num_requests"])
-def _guess_blocks(
+@triton.jit
+def guess_scores(
     logits_ptr: tensor, added_ptr: tensor, ids_ptr: tensor, temperatures_ptr: tensor, seeds_ptr: tensor,
-    places_ptr: tensor, scores_ptr: tensor, sums_ptr: tensor, words_ptr: tensor, step: tensor,
-    num_requests: tensor, vocab: constexpr, block: constexpr,
-) -> None:  # fmt: skip
-    """Rows are steps by requests."""
-    let_next_start()
-    row, part = tl.program_id(0), tl.program_id(1)
-    request, index = row % num_requests, row * tl.num_programs(1) + part
+    places_ptr: tensor, row: tensor, part: tensor, request: tensor, ahead: tensor, vocab: constexpr,
+    block: constexpr,
+) -> tensor:  # fmt: skip
+    """[block] float32: of a block of words, noise added; waits for the kernel before. ahead: how far the
+    row's token lies behind the first that is guessed."""
     words = part * block + tl.arange(0, block)
     inside = words < vocab
     temperature = tl.load(temperatures_ptr + request).to(tl.float32)
@@ -119,13 +117,29 @@ def _guess_blocks(
         ids = words
         if ids_ptr is not None:
             ids = tl.load(ids_ptr + words, mask=inside, other=0)
-        position = tl.load(places_ptr + request) + step + row // num_requests
+        position = tl.load(places_ptr + request) + ahead
         seed, zero = tl.load(seeds_ptr + request), tl.zeros_like(ids)
         a, b, c, d = tl.philox(seed, ids // 4, zero + position.to(tl.int32), zero + TARGET, zero)
         lane = ids % 4
         word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
         score += temperature * (-tl.log(-tl.log(uniform(word)))).to(tl.float32)
-    score = tl.where(score == score, score, -float("inf"))
+    return tl.where(score == score, score, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["step", "num_requests"])
+def _guess_blocks(
+    logits_ptr: tensor, added_ptr: tensor, ids_ptr: tensor, temperatures_ptr: tensor, seeds_ptr: tensor,
+    places_ptr: tensor, scores_ptr: tensor, sums_ptr: tensor, words_ptr: tensor, step: tensor,
+    num_requests: tensor, vocab: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    """Rows are steps by requests."""
+    let_next_start()
+    row, part = tl.program_id(0), tl.program_id(1)
+    request, index = row % num_requests, row * tl.num_programs(1) + part
+    score = guess_scores(
+        logits_ptr, added_ptr, ids_ptr, temperatures_ptr, seeds_ptr, places_ptr, row, part, request,
+        step + row // num_requests, vocab, block,
+    )  # fmt: skip
     best, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(scores_ptr + index, best)
     tl.store(sums_ptr + index, tl.sum(tl.exp(score - tl.where(best == -float("inf"), 0.0, best)), 0))

@@ -22,10 +22,11 @@ from paceline.cuda.batch import BEYOND, REQUESTS, Bucket, Buffer, Column, choice
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import gather
 from paceline.cuda.graphs import Graphs
+from paceline.cuda.layer import Layer
 from paceline.cuda.pick import guess
-from paceline.cuda.weights import Layer, head_reader
+from paceline.cuda.weights import head_reader
 from paceline.heads.config import LayeredConfig
-from paceline.heads.rows import Feed, Guesses, Row, Sampler, Span
+from paceline.heads.rows import Feed, Guesses, Row, Sampler, Span, TreeShape
 from paceline.loaders.head_files import Head
 
 ALIGNED = 4  # numbers of 32 bits
@@ -54,6 +55,12 @@ class PagedPlace:
 
     def slots_at(self, positions: np.ndarray) -> np.ndarray:
         return np.array(self.blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def export(self, length: int) -> torch.Tensor:
+        return self._cache.read(self.blocks[: -(-length // BLOCK_SIZE)])
+
+    def adopt(self, data: torch.Tensor) -> None:
+        self._cache.write(self.blocks[: data.shape[2]], data)
 
     def __del__(self) -> None:
         self._cache.free += self.blocks
@@ -87,6 +94,15 @@ class HeadCache:
         self._data[:, :, fresh.blocks] = self._data[:, :, place.blocks[: len(fresh.blocks)]]
         return fresh
 
+    @torch.inference_mode()
+    def read(self, blocks: list[int]) -> torch.Tensor:
+        """[layers, 2, blocks, BLOCK_SIZE, KV heads, dim] on the host."""
+        return self._data[:, :, blocks].cpu()
+
+    @torch.inference_mode()
+    def write(self, blocks: list[int], data: torch.Tensor) -> None:
+        self._data[:, :, blocks] = data.to(self._data.device)
+
     def allocate(self, count: int) -> list[int]:
         while len(self.free) < count:
             self._grow(2 * self.num_blocks)
@@ -110,6 +126,7 @@ class HeadShape(NamedTuple):
     is_guessed: bool = True  # else logits are wanted
     wanted: int = 1  # rows of a chain's first pass whose logits are
     is_true: bool = True  # a chain's features are the target's, else outputs of this head
+    tree: TreeShape | None = None  # that grows after such a pass (cuda/tree_head.py)
 
 
 def sampler_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
@@ -127,7 +144,7 @@ class RecordedHead:
         """prefixes: of the names of the tensors of each layer that attends."""
         self.device, self.decoder, self.dtype = decoder.device, decoder, decoder.weights.dtype
         ids, config = head.tensors.get("draft_ids"), head.config  # [words]: draft id -> target id
-        self._ids = None if ids is None else ids.to(self.device, torch.int32).contiguous()
+        self.ids = None if ids is None else ids.to(self.device, torch.int32).contiguous()
         self._eps, self._graphs = config.rms_eps, Graphs(decoder.capture)
         self._zeros, self.taps = self._empty(config.hidden_size).zero_(), config.hidden_layers
         self.nowhere = self._zeros.data_ptr()  # address of features for rows that have none
@@ -136,9 +153,9 @@ class RecordedHead:
         if prefixes:
             assert isinstance(config, LayeredConfig)
             reader, length = head_reader(head, decoder.weights), decoder.config.max_context + BEYOND
-            rotary = reader.rotary(config.rope, config.head_dim, length)
+            rotary = reader.rotary(config.rope, config.head_dim, length, config.rotary_width)
             self._layers = [reader.layer(prefix, rotary, config.rms_eps) for prefix in prefixes]
-            self._scale = config.head_dim**-0.5
+            self.scale = config.head_dim**-0.5
             sizes = (len(prefixes), config.num_kv_heads, config.head_dim)
             # Growing makes recordings useless: there is room for what bursts reserve, and for finished texts.
             room = 2 * num_blocks + TEXTS * decoder.num_blocks
@@ -239,7 +256,7 @@ class RecordedHead:
         if not shape.is_guessed:
             return logits.view(steps, requests, -1)
         results = self._results(steps, requests)
-        guess(logits, at, self._ids, 0, results.flatten(1))
+        guess(logits, at, self.ids, 0, results.flatten(1))
         return results
 
     def _gathered(self, addresses: torch.Tensor, norm: torch.Tensor | None = None) -> torch.Tensor:

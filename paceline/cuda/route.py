@@ -49,12 +49,13 @@ def _among_groups(choice: tensor, e: tensor, SIZE: constexpr, GROUPS: constexpr,
 
 @triton.jit
 def _cut(
-    counts: tensor, tiles: tensor, num_rows: tensor, most: tensor, COUNT: constexpr, SHARED: constexpr,
-    BLOCK_T: constexpr, BLOCK: constexpr,
+    counts: tensor, woken: tensor, tiles: tensor, num_rows: tensor, most: tensor, COUNT: constexpr,
+    SHARED: constexpr, BLOCK_T: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Tiles of all experts, those of one after the other; counts are zero afterwards."""
     e = tl.arange(0, BLOCK)
-    count = tl.atomic_xchg(counts + e, 0, mask=e < COUNT)
+    count = tl.where(e < COUNT, tl.atomic_xchg(counts + e, 0, mask=e < COUNT), 0)
+    tl.store(woken, tl.sum((count > 0).to(tl.int32), 0))
     count = tl.where(e < COUNT, count, tl.where(e < COUNT + SHARED, num_rows, 0))
     num_tiles = (count + BLOCK_T - 1) // BLOCK_T
     first, total = tl.cumsum(num_tiles, 0) - num_tiles, tl.sum(num_tiles, 0)
@@ -78,10 +79,10 @@ def _put(tiles: tensor, order: tensor, at: tensor, expert: tensor, mask: tensor)
 
 @triton.jit(do_not_specialize=["num_rows", "most"])
 def choose(
-    logits: tensor, correction: tensor, counts: tensor, tiles: tensor, order: tensor, shares: tensor,
-    num_rows: tensor, most: tensor, scale: tensor, COUNT: constexpr, PER_TOKEN: constexpr, GROUPS: constexpr,
-    TOP_GROUPS: constexpr, SHARED: constexpr, HAS_GATE: constexpr, NORMALIZES: constexpr, SPLITS: constexpr,
-    BLOCK_T: constexpr, BLOCK: constexpr, IS_ALONE: constexpr,
+    logits: tensor, correction: tensor, scales: tensor, counts: tensor, woken: tensor, tiles: tensor,
+    order: tensor, shares: tensor, num_rows: tensor, most: tensor, scale: tensor, COUNT: constexpr,
+    PER_TOKEN: constexpr, GROUPS: constexpr, TOP_GROUPS: constexpr, SHARED: constexpr, HAS_GATE: constexpr,
+    NORMALIZES: constexpr, SPLITS: constexpr, BLOCK_T: constexpr, BLOCK: constexpr, IS_ALONE: constexpr,
 ) -> None:  # fmt: skip
     """logits [SPLITS, T, COUNT, or one more: of the shared experts' gate] -> one row's."""
     let_next_start()
@@ -106,9 +107,12 @@ def choose(
     is_chosen, to = ranks >= 0, ranks * num_rows + row
     if NORMALIZES:
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), 0) + TINY
+    if scales is not None:
+        scores *= tl.load(scales + e, mask=is_expert, other=0.0)
     tl.store(shares + to, scores * scale, mask=is_chosen)
     if IS_ALONE:  # each of its experts has one tile, of one row: no program waits for another
         _put(tiles, order, ranks, e, is_chosen)
+        tl.store(woken, PER_TOKEN)
     else:
         place = tl.atomic_add(counts + e, 1, mask=is_chosen)
         tl.store(order + e * num_rows + place, to, mask=is_chosen)
@@ -126,7 +130,7 @@ def choose(
     if not IS_ALONE:
         tl.debug_barrier()
         if tl.atomic_add(counts + COUNT, 1, sem="acq_rel", scope="gpu") == num_rows - 1:
-            _cut(counts, tiles, num_rows, most, COUNT, SHARED, BLOCK_T, BLOCK)
+            _cut(counts, woken, tiles, num_rows, most, COUNT, SHARED, BLOCK_T, BLOCK)
             tl.store(counts + COUNT, 0)
 
 
@@ -138,10 +142,12 @@ def num_tiles(num_rows: int, num_experts: int, block_t: int) -> int:
 def route(
     logits: Tensor,  # [parts, T, count, or one more: of the shared experts' gate] float32
     correction: Tensor | None,  # [count] float32: a router with sigmoids has it
+    scales: Tensor | None,  # [count] float32: of each expert's shares
     counts: Tensor,  # [count + 1] int32: zeros, before and after
     config: ExpertsConfig,
     num_shared: int,  # experts that every row wakes
     block_t: int,
+    woken: Tensor,  # [1] int32: overwritten with the number of experts that were chosen
 ) -> Grouped:
     parts, num_rows, width = logits.shape
     total, count = config.count + num_shared, num_rows * (config.per_token + num_shared)
@@ -151,8 +157,8 @@ def route(
     )
     shares = torch.empty(count, device=logits.device)
     choose[num_rows,](
-        logits, correction, counts, tiles, order, shares, num_rows, most, config.scale, config.count,
-        config.per_token, config.groups, config.top_groups, num_shared, width - config.count,
+        logits, correction, scales, counts, woken, tiles, order, shares, num_rows, most, config.scale,
+        config.count, config.per_token, config.groups, config.top_groups, num_shared, width - config.count,
         config.normalizes, parts, block_t, block, num_rows == 1, num_warps=1 if block <= 256 else 4, **LAUNCH,
     )  # fmt: skip
     return Grouped(count, total, tiles, order, shares)

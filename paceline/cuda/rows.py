@@ -27,8 +27,8 @@ BLOCK_SIZE, SCALE_BYTES = tl.constexpr(types.BLOCK_SIZE), tl.constexpr(types.SCA
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
 # Heads a program places, at most: a warp has enough to do, and one token still spreads over several
-# multiprocessors.
-HEADS = 2
+# multiprocessors. Of heads that are wider, one.
+HEADS, WIDE = 2, 256
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 _CAN_OVERLAP = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -76,7 +76,7 @@ def normed(x: tensor, weight: tensor, eps: tensor, size: constexpr) -> tensor:
 @triton.jit
 def _add_norm(
     x_ptr: tensor, added_ptr: tensor, after_ptr: tensor, weight_ptr: tensor, out_ptr: tensor, eps: tensor,
-    scale: tensor, hidden: constexpr, splits: constexpr, block: constexpr,
+    scale: tensor, scalar: tensor, hidden: constexpr, splits: constexpr, block: constexpr,
 ) -> None:  # fmt: skip
     let_next_start()
     start = tl.program_id(0).to(tl.int64) * hidden
@@ -93,6 +93,7 @@ def _add_norm(
             after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
             added = normed(added, after, eps, hidden).to(dtype).to(tl.float32)
         total = (x + (added * scale).to(dtype).to(tl.float32)).to(dtype)
+        total = (total.to(tl.float32) * scalar).to(dtype)
         tl.store(x_ptr + start + at, total, mask=inside)
         x = total.to(tl.float32)
     out = normed(x, weight, eps, hidden)
@@ -107,8 +108,9 @@ def add_norm(
     eps: float,
     out: Tensor,  # [T, hidden]
     scale: float = 1.0,
+    scalar: float = 1.0,
 ) -> None:
-    """x += scale * added, then out = rms_norm(x) * weight."""
+    """x = scalar * (x + scale * added), then out = rms_norm(x) * weight."""
     num_rows, hidden = x.shape
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
@@ -117,7 +119,7 @@ def add_norm(
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
     weights, sizes = (after_weight, weight), (hidden, splits, block)
     warps = min(max(block // 512, 1), 16)  # 16 elements a thread, until there are 16 warps
-    _add_norm[(num_rows,)](x, added, *weights, out, eps, scale, *sizes, num_warps=warps, **LAUNCH)
+    _add_norm[(num_rows,)](x, added, *weights, out, eps, scale, scalar, *sizes, num_warps=warps, **LAUNCH)
 
 
 @triton.jit
@@ -125,7 +127,7 @@ def _place(
     qkv_ptr: tensor, positions_ptr: tensor, slots_ptr: tensor, cos_ptr: tensor, sin_ptr: tensor,
     keys_ptr: tensor, values_ptr: tensor, q_norm_ptr: tensor, k_norm_ptr: tensor, q_out_ptr: tensor,
     eps: tensor, num_q: constexpr, num_kv: constexpr, dim: constexpr, splits: constexpr,
-    half_block: constexpr, group: constexpr, row_block: constexpr,
+    half_block: constexpr, group: constexpr, row_block: constexpr, norms_values: constexpr,
 ) -> None:  # fmt: skip
     """A tile is `group` heads by half a head: both halves turn together. Heads: queries, keys, values. With a
     `row_block` there is one norm over all queries and one over all keys."""
@@ -164,6 +166,8 @@ def _place(
         normed_left = left * scale * _head_weight(q_norm_ptr + q_at, k_norm_ptr + k_at, is_query, is_key)
         right_weight = _head_weight(q_norm_ptr + half + q_at, k_norm_ptr + half + k_at, is_query, is_key)
         normed_right = right * scale * right_weight
+        if norms_values:
+            left, right = left * scale, right * scale
     # Rotated, and fused by name: the compiler does not choose what is rounded.
     turned_left = tl.fma(normed_left, cos, -(normed_right * sin))
     turned_right = tl.fma(normed_right, cos, normed_left * sin)
@@ -209,6 +213,7 @@ def place(
     norms: tuple[Tensor | None, Tensor | None],  # of queries and keys, [dim] each, or as wide as all heads
     eps: float,
     q_out: Tensor,  # [T, heads, dim]
+    norms_values: bool = False,  # each head of them, without a weight
 ) -> None:
     """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots."""
     (num_rows, num_q, dim), (keys, values), num_kv = q_out.shape, cache, cache[0].shape[1]
@@ -217,10 +222,11 @@ def place(
     width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
     assert are_dense(*rotary, keys, values, q_out), "rows follow each other"
-    group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
+    group = HEADS if len(qkv) <= 4 and dim <= WIDE else 1  # of many parts and wide heads, less at a time
     is_over_heads = norms[0] is not None and len(norms[0]) > dim
+    assert not norms_values or (norms[0] is not None and not is_over_heads), "values are normed as keys are"
     row_block = triton.next_power_of_2(num_q * dim) if is_over_heads else 0
-    sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group, row_block)
+    sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group, row_block, norms_values)
     _place[(num_rows, triton.cdiv(num_heads, group))](
         qkv, *where, *rotary, *cache, *norms, q_out, eps, *sizes, num_warps=1, **LAUNCH
     )

@@ -1,246 +1,168 @@
-"""Weights on a GPU, of a model or of a learned head; norms and rotary tables are float32.
+"""Weights on a GPU, of a model or of a learned head: which of them are read, in which order of rows, and kept
+in which type.
 
-Invariant: a matrix is on the device in its final form before the next is read, so loading needs little more
-memory than the model.
+Invariant: what the kernels would leave out of a model is refused before anything is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from dataclasses import fields
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.core.errors import ConfigError
-from paceline.cuda import rows
-from paceline.cuda.attention import LOG2_E, Attending, attend
-from paceline.cuda.batch import DeviceBatch
-from paceline.cuda.experts import DenseFfn, Experts
+from paceline.cuda.delta_net import DeltaNet
+from paceline.cuda.experts import BesideExperts
+from paceline.cuda.gates import gates_apart, with_gates
+from paceline.cuda.gathered import Gathered
+from paceline.cuda.layer import CHECKED_ROWS, Layer, Weights
 from paceline.cuda.linear import Matrix
-from paceline.cuda.pack import pack
+from paceline.cuda.pack import PackedWeight, pack, pack_float8
+from paceline.cuda.reader import WeightReader
+from paceline.heads.config import MtpConfig
 from paceline.loaders.head_files import Head
-from paceline.models.attention import LayerCache
-from paceline.models.config import Activation, ExpertsConfig, ModelConfig, RopeConfig
-from paceline.models.rope import Angles, rotary_tables
+from paceline.models.config import ModelConfig
+from paceline.models.float8 import to_float8
+from paceline.models.kept import DTYPES as KEPT
+from paceline.models.kept import Kept, dtypes_kept
+from paceline.models.rope import Angles
+from paceline.models.shard import COLUMNS, TILE, Group, Shard, Slices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
-# Up to these numbers of rows products let the next kernel start at their own start (measured on an H200).
-PLAIN_ROWS, CHECKED_ROWS = 8, 64
-NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
-# What a model may have and these kernels do not do yet.
-MISSING = (
-    "post_norm", "gated_attention", "recurrent",
-)  # fmt: skip
-
-
-class Layer(NamedTuple):
-    eps: float
-    attention_norm: Tensor
-    qkv: Matrix
-    qk_norms: tuple[Tensor | None, Tensor | None]
-    rotary: Angles
-    out: Matrix
-    after_attention: Tensor | None
-    mlp_norm: Tensor
-    ffn: DenseFfn | Experts
-    after_mlp: Tensor | None
-    window: int | None = None
-    sinks: Tensor | None = None  # [heads] float32, times log2(e)
-    scale: float = 1.0  # of what attention and the ffn add
-    early_rows: int = PLAIN_ROWS  # up to which products let the next kernel start at their own start
-
-    def queries(self, x: Tensor, where: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        """x [T, width] at positions and slots [T]: K/V to the cache -> queries [T, heads, dim]."""
-        qkv = self.qkv.parts(x, is_early=len(x) <= self.early_rows)
-        dim = 2 * self.rotary.cos.shape[1]
-        q = torch.empty((len(x), self.out.weight.shape[1] // dim, dim), dtype=x.dtype, device=x.device)
-        rows.place(qkv, where, self.rotary, cache, self.qk_norms, self.eps, q)
-        return q
-
-    def run(
-        self, x: Tensor, q: Tensor, batch: DeviceBatch, cache: LayerCache, how: Attending, normed: Tensor
-    ) -> Tensor:
-        """Add attention of the queries q to the residual stream x [T, hidden] -> [parts, T, hidden]: what the
-        MLP adds. `normed` [T, hidden] is overwritten."""
-        out = torch.empty_like(q)
-        attend(q, cache, batch, how._replace(window=self.window, sinks=self.sinks), out)
-        is_early = PLAIN_ROWS < len(x) <= self.early_rows and self.out.weight.is_whole
-        attended = self.out.parts(out.view(len(out), -1), is_early=is_early)
-        rows.add_norm(x, attended, self.after_attention, self.mlp_norm, self.eps, normed, self.scale)
-        return self.ffn(normed)
-
-
-class Weights(NamedTuple):
-    dtype: torch.dtype  # of activations
-    embedding: Tensor  # [vocab, hidden]
-    layers: list[Layer]
-    norm: Tensor
-    head: Matrix
+# Of weights alone: activations are bfloat16.
+PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
+    "fp8": lambda weight: pack_float8(to_float8(weight)),
+    "int8": partial(pack, bits=8),
+    "int4": partial(pack, bits=4),
+}
+TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
+MISSING = ("post_norm",)  # what a model may have and these kernels do not do yet
+WIDEST_FLOATS = 256  # of float32 heads: a tile of wider ones takes more than a multiprocessor's shared memory
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Of activations."""
-    if name not in {*DTYPES, *BITS}:
-        raise ConfigError(f"dtype is {name!r}; on a GPU choose auto, {', '.join([*DTYPES, *BITS])}")
+    known = dict.fromkeys((*DTYPES, *PACKED, *KEPT.values()))
+    if name not in known:
+        raise ConfigError(f"dtype is {name!r}; on a GPU choose auto, {', '.join(known)}")
     return DTYPES.get(name, torch.bfloat16)
 
 
-class WeightReader:
-    """Tensors by their names, brought to the device."""
-
-    def __init__(self, read: Callable[..., Tensor], names: Container[str], device: torch.device,
-                 dtype: torch.dtype, bits: int | None = None, is_exact: bool = False) -> None:  # fmt: skip
-        """read: a tensor of a name, or some rows, float32; names: those there are; dtype: of activations."""
-        self._read, self._names, self.device = read, names, device
-        self.dtype, self._bits, self._is_exact = dtype, bits, is_exact
-
-    def has(self, name: str) -> bool:
-        return f"{name}.weight" in self._names
-
-    def norm(self, name: str) -> Tensor:
-        """float32."""
-        return self._read(f"{name}.weight").to(self.device).contiguous()
-
-    def rest(self, name: str, scale: float = 1.0) -> Tensor | None:
-        """float32, if there is any."""
-        return scale * self._read(name).to(self.device) if name in self._names else None
-
-    def norm_if_any(self, name: str) -> Tensor | None:
-        return self.norm(name) if self.has(name) else None
-
-    def table(self, name: str) -> Tensor:
-        return self._read(f"{name}.weight").to(self.device).to(self.dtype).contiguous()
-
-    def matrix(self, *names: str) -> Matrix:
-        """One matrix from the rows of several: one launch instead of three."""
-        has_bias = f"{names[0]}.bias" in self._names
-        biases = [self._read(f"{name}.bias") for name in names if has_bias]
-        return self._stacked((self._read(f"{name}.weight") for name in names), biases)
-
-    def _stacked(self, weights: Iterable[Tensor], biases: list[Tensor]) -> Matrix:
-        dtype = self.dtype if self._bits is None else torch.float32
-        weight = torch.cat([each.to(self.device).to(dtype) for each in weights])
-        bias = torch.cat([each.to(self.device).to(self.dtype) for each in biases]) if biases else None
-        return Matrix(pack(weight, self._bits or 16), bias, self._is_exact)
-
-    def dense(self, prefix: str, activation: Activation = "silu") -> DenseFfn:
-        gate_up = self.matrix(f"{prefix}gate_proj", f"{prefix}up_proj")
-        return DenseFfn(gate_up, self.matrix(f"{prefix}down_proj"), activation)
-
-    def experts(self, prefix: str, config: ExpertsConfig, hidden: int, activation: Activation) -> Experts:
-        """One by one; an expert that every row wakes is several at the end, filled up with zeros."""
-        count, inner, read, own = config.count, config.inner, self._read, f"{prefix}experts."
-        halves, shared = ("gate_proj", "up_proj"), -(-config.shared_inner // config.inner)
-
-        def pieces(name: str, size: int) -> Iterable[Tensor]:
-            for e in range(count):
-                yield read(f"{own}{name}.weight", slice(e * size, (e + 1) * size))
-            if shared:
-                whole, extra = (
-                    read(f"{prefix}shared_expert.{name}.weight"),
-                    shared * inner - config.shared_inner,
-                )
-                filled = (0, 0, 0, extra) if name in halves else (0, extra)
-                yield from functional.pad(whole, filled).chunk(shared, int(name not in halves))
-
-        both: list[Tensor] = []
-        downs = [read(f"{own}down_proj.bias")] if config.has_bias else []
-        if config.has_bias:
-            both = [torch.stack([read(f"{own}{name}.bias").view(count, -1) for name in halves], 1).flatten()]
-        routers = [self.rest(f"{prefix}{name}.weight") for name in ("gate", "shared_expert_gate")]
-        router = pack(torch.cat([each for each in routers if each is not None]).to(self.dtype), 16)
-        return Experts(
-            config,
-            Matrix(router, self.rest(f"{prefix}gate.bias")),
-            self.rest(f"{prefix}gate.e_score_correction_bias"),
-            torch.zeros(count + 1, dtype=torch.int32, device=self.device),
-            self._stacked(chain.from_iterable(zip(*(pieces(n, inner) for n in halves), strict=True)), both),
-            self._stacked(pieces("down_proj", hidden), downs),
-            activation,
-        )
-
-    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int = 0) -> Angles:
-        """What does not turn has angles of zero."""
-        turned = rotary_dim or head_dim
-        tables, extra = rotary_tables(rope, turned, num_positions), (head_dim - turned) // 2
-        filled = (functional.pad(table, (0, extra), value=i) for table, i in zip(tables, (1, 0), strict=True))
-        return Angles(*(table.to(self.device).contiguous() for table in filled))
-
-    def layer(self, prefix: str, rotary: Angles, eps: float, ffn: DenseFfn | Experts | None = None) -> Layer:
-        """Gemma norms what a block adds, too: then there are four norms."""
-        attention = f"{prefix}self_attn."
-        before, before_mlp, after_mlp = (self.norm_if_any(f"{prefix}{name}_layernorm") for name in NORMS)
-        after = self.norm(f"{prefix}post_attention_layernorm")
-        return Layer(
-            eps=eps,
-            attention_norm=torch.ones_like(after) if before is None else before,
-            qkv=self.matrix(*(f"{attention}{name}_proj" for name in "qkv")),
-            qk_norms=(self.norm_if_any(f"{attention}q_norm"), self.norm_if_any(f"{attention}k_norm")),
-            rotary=rotary,
-            out=self.matrix(f"{attention}o_proj"),
-            after_attention=None if before_mlp is None else after,
-            mlp_norm=after if before_mlp is None else before_mlp,
-            ffn=ffn or self.dense(f"{prefix}mlp."),
-            sinks=self.rest(f"{attention}sinks", LOG2_E),
-            after_mlp=after_mlp,
-        )
-
-
-def check_config(config: ModelConfig) -> None:
+def check_config(config: ModelConfig, dtype: str = "auto") -> None:
     """One error for all that the kernels would leave out."""
     usual = {field.name: field.default for field in fields(config)}
     asked = [f"{name} = {getattr(config, name)}" for name in MISSING if getattr(config, name) != usual[name]]
     if config.rope.query_beta:
         asked.append(f"rope.query_beta = {config.rope.query_beta}")
+    widest = max(kind.head_dim for kind in config.kinds)
+    if dtype == "float32" and widest > WIDEST_FLOATS:
+        asked.append(f"float32 with heads of {widest} numbers")
     if asked:
         what = f"{', '.join(asked)} of a {config.family} model"
         raise ConfigError(f"the GPU kernels do not do {what}; use device='cpu', or kernels='torch'")
 
 
-def turned_apart(config: ModelConfig, read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def turned_apart(config: ModelConfig | MtpConfig, read: Callable[..., Any]) -> Callable[..., Any]:
     """Kernels turn numbers that are half a head apart. Where only the first of a head turn, queries and keys
     are put in another order, alike, so that no score changes: what does not turn comes after either half."""
     dim, half = config.head_dim, config.rotary_width // 2
+    has_two_sizes = isinstance(config, ModelConfig) and config.global_head_dim
+    assert not (config.rotary_dim and has_two_sizes), "heads of two sizes turn as wholes"
     one, other = torch.arange(dim).split((half + dim // 2, dim // 2 - half))
     order = torch.cat([one[:half], one[2 * half :], one[half : 2 * half], other])
 
-    def ordered(name: str, *rows: slice) -> Tensor:
-        is_turned = any(f"self_attn.{each}" in name for each in ("q_proj", "k_proj", "q_norm", "k_norm"))
-        tensor = read(name, *rows)
-        return tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1) if is_turned else tensor
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+    def ordered(name: str, *rows: slice) -> Any:
+        found = read(name, *rows)
+        if found is None or not any(f"self_attn.{each}" in name for each in TURNED):
+            return found
+        return type(found)(*map(turned, found)) if isinstance(found, Kept) else turned(found)
 
     return ordered if 2 * half < dim else read
 
 
-def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:
-    """Of a checkpoint."""
-    check_config(config)
-    names, activations = config.weight_names(), dtype_of(dtype)
-    read = turned_apart(config, source.tensor)
-    reader = WeightReader(read, names, device, activations, BITS.get(dtype), exact)
-    ropes = [config.rope_of(i) for i in range(config.num_layers)]
-    widths = (config.head_dim, config.max_context, config.rotary_width)
-    tables = {rope: reader.rotary(rope, *widths) for rope in set(ropes)}
-    layers = []
-    for i, rope in enumerate(ropes):
-        window = config.sliding_window if config.is_local(i) else None
-        mlp, experts, act = f"layers.{i}.mlp.", config.experts_of(i), config.activation
-        ffn = reader.experts(mlp, experts, config.hidden_size, act) if experts else reader.dense(mlp, act)
-        layer = reader.layer(f"layers.{i}.", tables[rope], config.rms_eps, ffn)
-        layers.append(layer._replace(window=window, scale=config.residual_scale, early_rows=CHECKED_ROWS))
+def _read_layer(reader: WeightReader, config: ModelConfig, i: int, rotary: Angles) -> Layer | DeltaNet:
+    prefix = f"layers.{i}."
+    ffn = reader.ffn(f"{prefix}mlp.", config, config.experts_of(i))
+    if config.is_recurrent(i):
+        assert not isinstance(ffn, BesideExperts), "no recurrent layer has them"
+        return reader.delta_net(prefix, config, ffn)
+    scalar = reader.rest(f"{prefix}layer_scalar")
+    return reader.layer(prefix, rotary, config.rms_eps, ffn)._replace(
+        window=config.sliding_window if config.is_local(i) else None,
+        scale=config.residual_scale,
+        scalar=1.0 if scalar is None else scalar.item(),
+        norms_values=config.value_norm,
+        early_rows=CHECKED_ROWS,
+    )
+
+
+def load_weights(
+    source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool,
+    group: Group | None = None,
+) -> Weights:  # fmt: skip
+    """Of a checkpoint; of a group's rank those that it holds. "fp8" and "mxfp4": matrices that files have in
+    either stay what they are; a model that has none is rounded to FP8, and for "mxfp4" unpacked."""
+    check_config(config, dtype)
+    names, activations = set(config.weight_names()), dtype_of(dtype)
+    shard, own = (Shard(), source) if group is None else (group.shard, Slices(source, group.shard))
+    keeps = dtype in KEPT.values() and dtype in dtypes_kept(source)
+    packed = None if keeps else PACKED.get(dtype)
+    ways: list[Callable[..., Any]] = [own.tensor, own.kept]
+    if config.gated_attention:
+        names, ways = with_gates(names), [gates_apart(config.head_dim, each) for each in ways]
+    ways = [turned_apart(config, each) for each in ways]
+    read, kept = ways[0], ways[1] if keeps else lambda *_: None
+    reader = WeightReader(read, names, device, activations, kept, packed, exact)
+    dims = [config.kinds[config.kind_of(i)].head_dim for i in range(config.num_layers)]
+    ropes = [(*config.rope_of(i), dim) for i, dim in enumerate(dims)]
+    tables = {each: reader.rotary(each[0], each[2], config.max_context, each[1]) for each in set(ropes)}
+    layers = [_read_layer(reader, config, i, tables[rope]) for i, rope in enumerate(ropes)]
     embedding = reader.table("embed_tokens")
-    if config.tie_embeddings and dtype not in BITS:
-        head = Matrix(pack(embedding, 16), None, exact)
+    tied = shard.of(config.vocab_size, TILE)  # of the embedding, which is whole on every rank
+    if config.tie_embeddings and packed is None:
+        head = Matrix(pack(embedding[tied], 16), None, exact)
+    elif config.tie_embeddings:
+        head = reader.stacked([source.tensor("embed_tokens.weight")[tied]], [])
     else:
-        head = reader.matrix("embed_tokens" if config.tie_embeddings else "lm_head")
-    return Weights(reader.dtype, embedding, layers, reader.norm("norm"), head)
+        head = reader.matrix("lm_head")
+    weights = Weights(reader.dtype, embedding, layers, reader.norm("norm"), head)
+    return weights if group is None else _spread(weights, config, group)
+
+
+def _spread(weights: Weights, config: ModelConfig, group: Group) -> Weights:
+    """What a rank has read of a model -> the same with exchanges. config: of the whole model."""
+    sizes, hidden, inner = group.shard.sizes, config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads, columns = sizes(queries, queries // config.num_kv_heads), sizes(inner, COLUMNS)
+    rows = sizes(hidden, TILE)
+
+    def layer(own: Any) -> Layer:
+        """Its ffn is dense: others are refused before anything is read."""
+        gate_up, down = own.ffn.gate_up._replace(num_outputs=2 * inner), own.ffn.down
+        down = Gathered(down._replace(num_outputs=hidden), group, rows, columns)
+        return own._replace(
+            qkv=own.qkv._replace(num_outputs=queries + 2 * keys),
+            out=Gathered(own.out._replace(num_outputs=hidden), group, rows, heads),
+            ffn=own.ffn._replace(gate_up=gate_up, down=down),
+        )
+
+    part: Any = weights.head
+    head = Gathered(part._replace(num_outputs=config.vocab_size), group, sizes(config.vocab_size, TILE))
+    return weights._replace(layers=[layer(each) for each in weights.layers], head=head)
 
 
 def head_reader(head: Head, target: Weights) -> WeightReader:
     """A learned head has the dtype of the target's activations."""
-    return WeightReader(head.tensors.__getitem__, head.tensors, target.norm.device, target.dtype)
+    names, read, config = set(head.tensors), head.tensors.__getitem__, head.config
+    if isinstance(config, MtpConfig):  # its layer is as the target's are
+        if config.is_gated:
+            names, read = with_gates(names), gates_apart(config.head_dim, read)
+        read = turned_apart(config, read)
+    return WeightReader(read, names, target.norm.device, target.dtype)

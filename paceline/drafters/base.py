@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from paceline.core.options import is_whole, require
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.heads.rows import BurstBackend, Feed, Matcher, Sampler
+from paceline.heads.rows import BurstBackend, Feed, Matcher, Sampler, TreeShape
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -29,7 +29,8 @@ class DrafterContext:
     executor: LocalExecutor
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
-    # (model, dtype of the target if left out): another model, with a KV cache as long as the target's
+    # (model, dtype of the target if left out, skipped: layers): another model, with a KV cache as long as the
+    # target's
     load_model: Callable[..., tuple[Checkpoint, Tokenizer, LocalExecutor]]
     vocab_size: int | None = None  # of the texts that are drafted, where the executor's is another
 
@@ -98,9 +99,29 @@ class Drafter:
     def release(self, request: Request) -> None:
         """The request has ended."""
 
+    @property
+    def identity(self) -> str:
+        """Of the model it drafts with, where it has something to hand over to another engine."""
+        return ""
+
+    def kept(self, count: int) -> dict[str, torch.Tensor]:
+        """What `export` gives of so many tokens, without memory; nothing where the tokens say it all."""
+        return {}
+
+    def export(self, tokens: Ids) -> dict[str, torch.Tensor]:
+        """What it has of a prompt's whole blocks; maybe nothing."""
+        return {}
+
+    def adopt(self, tokens: Ids, parts: Mapping[str, torch.Tensor]) -> None:
+        """The same, come from another engine's."""
+
     def burst_length(self, requests: Sequence[Request], most: int) -> int:
         """Tokens of each draft in a burst of these requests, at most `most`; 0: it can have none."""
         return 0
+
+    def burst_trees(self, requests: Sequence[Request], most: int) -> Sequence[TreeShape]:
+        """Trees of at most that many nodes that it can draft in such a burst instead."""
+        return ()
 
     def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
         """What its head has not read yet, and how it chooses tokens."""

@@ -6,18 +6,24 @@ They sample under the request's own settings and record q, so the rejection rule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import require
+from paceline.core.options import is_whole, require
 from paceline.core.types import Cached, Draft, PassSizes, Request, Segment
-from paceline.drafters.base import Drafter, DrafterContext, empty, fit_vocabulary, num_same, within
+from paceline.drafters.base import Drafter, DrafterContext, Ids, empty, fit_vocabulary, num_same, within
 from paceline.drafters.grow import Edge, Growth, TreeConfig, grow
 from paceline.drafters.reading import Reading
 from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_cache import whole_blocks
+
+if TYPE_CHECKING:
+    from paceline.loaders.checkpoint import Checkpoint
+    from paceline.loaders.tokenizer import Tokenizer
 
 CHUNK, MOST_RECORDED = 512, 16  # prompt tokens read in one pass; requests whose early exits are recorded
 
@@ -25,11 +31,17 @@ CHUNK, MOST_RECORDED = 512, 16  # prompt tokens read in one pass; requests whose
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig(TreeConfig):
     model: str = ""
+    dtype: str = "auto"  # of its weights; auto: the target's
+    skip_layers: Sequence[int] = ()  # that it does without: quicker, and right less often
 
     def __post_init__(self) -> None:
         TreeConfig.__post_init__(self)
         remedy = "name the draft model: a path, 'default' or a Hugging Face name"
         require(bool(self.model) and isinstance(self.model, str), "model", self.model, remedy)
+        require(isinstance(self.dtype, str), "dtype", self.dtype, "give a text such as 'int4'")
+        layers, remedy = self.skip_layers, "give a list of layers, counted from 0, such as [7, 8]"
+        is_list = isinstance(layers, (list, tuple)) and all(is_whole(n) for n in layers)
+        require(is_list, "skip_layers", layers, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,14 @@ class ModelDrafter(Drafter):
         return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
 
 
+def load_asked(
+    config: DraftModelConfig, context: DrafterContext
+) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
+    dtype = () if config.dtype == "auto" else (config.dtype,)
+    less = {"skipped": config.skip_layers} if config.skip_layers else {}
+    return context.load_model(config.model, *dtype, **less)
+
+
 class DraftModel(ModelDrafter):
     """A smaller model, whose own KV cache is rolled back to what the target kept: after a round it holds a
     trunk of text and guesses, and behind it the rows of the last pass. What became text of both stays."""
@@ -103,15 +123,17 @@ class DraftModel(ModelDrafter):
     def __init__(self, config: TreeConfig, context: DrafterContext) -> None:
         super().__init__(config)
         self.vocab_size = context.vocab_size or context.executor.config.vocab_size
+        self._identity = ""
         self.executor = without_recurrence(self._load(context))
         self._states: dict[str, _State] = {}
 
     def _load(self, context: DrafterContext) -> LocalExecutor:
-        _, tokenizer, executor = context.load_model(self.config.model)
+        checkpoint, tokenizer, executor = load_asked(self.config, context)
+        self._identity = f"{checkpoint.fingerprint} {self.config.dtype} {sorted(self.config.skip_layers)}"
         difference = context.tokenizer.same_as(tokenizer) if context.tokenizer else None
         if difference:
             what = f"draft model {self.config.model!r} has another tokenizer than the target"
-            raise ConfigError(f"{what} ({difference}); use a draft of the same family")
+            raise ConfigError(f"{what} ({difference}); use method 'universal', or a draft of its family")
         return executor
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
@@ -164,6 +186,31 @@ class DraftModel(ModelDrafter):
         state.fed, state.rows = fed, rows
         self.executor.kv.register(state.cache, fed)
 
+    @property
+    def identity(self) -> str:
+        return self._identity
+
+    def kept(self, count: int) -> dict[str, torch.Tensor]:
+        return self.executor.kept(count)
+
+    def export(self, tokens: Ids) -> dict[str, torch.Tensor]:
+        """It reads a prompt when it is first asked for a draft, or here."""
+        model, kv, cached, count = self.executor.config, self.executor.kv, Cached(), whole_blocks(tokens)
+        if max(tokens) >= model.vocab_size or len(tokens) > model.max_context:
+            return {}
+        kv.adopt_prefix(cached, tokens)
+        if kv.reserve(cached, count):
+            while cached.num_cached < count:
+                chunk = tokens[cached.num_cached : min(cached.num_cached + CHUNK, count)]
+                self.executor.forward([Segment(chunk, cached, num_logits=0)])
+                cached.num_cached += len(chunk)
+            kv.register(cached, tokens[:count])
+        kv.free(cached)
+        return self.executor.export(tokens)
+
+    def adopt(self, tokens: Ids, parts: Mapping[str, torch.Tensor]) -> None:
+        self.executor.adopt(tokens, parts)
+
     def release(self, request: Request) -> None:
         state = self._states.pop(request.id, None)
         if state is not None:
@@ -177,6 +224,7 @@ class Quantized(DraftModel):
     Config = QuantizedConfig
 
     def _load(self, context: DrafterContext) -> LocalExecutor:
+        self._identity = f"int{self.config.bits}"
         return context.load_model(context.checkpoint, f"int{self.config.bits}")[2]
 
 

@@ -20,7 +20,7 @@ from paceline.drafters.grow import Growth
 from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Reader
 from paceline.heads.config import Eagle1Config, MlpSpeculatorConfig
-from paceline.heads.rows import Feed, Guesses, Node, Sampler
+from paceline.heads.rows import Feed, Guesses, Node, Sampler, TreeShape
 from paceline.heads.torch_heads import TorchMlpHead
 from paceline.loaders.head_files import Head, HeadInput
 from paceline.loaders.mtp import mtp_head
@@ -55,10 +55,11 @@ class Eagle(HeadDrafter):
         self.backend = self._load(context)
         self.texts = HeadTexts(self.backend if self.reads_texts else None, CHUNK)
         length = self.longest_chain if not config.confidence_threshold else 0
-        if length and self.head.config.hidden_layers and self.reads_texts:
+        trees = config.burst_trees
+        if (length or trees) and self.head.config.hidden_layers and self.reads_texts:
             executor = context.executor
-            layers = executor.memory.layers
-            self.burst_backend = executor.backend.burst(executor.decoder, layers, self.backend, length)
+            given = executor.decoder, executor.memory.layers, self.backend, length, trees
+            self.burst_backend = executor.backend.burst(*given)
 
     def _load(self, context: DrafterContext) -> Any:
         executor, is_normed = context.executor, isinstance(self.head.config, Eagle1Config)
@@ -95,6 +96,11 @@ class Eagle(HeadDrafter):
         if backend is None or (most < length and not backend.is_weighing):
             return 0
         return min(most, length) if all(self._text(request) for request in requests) else 0
+
+    def burst_trees(self, requests: Sequence[Request], most: int) -> Sequence[TreeShape]:
+        if self.burst_backend is None or not all(self._text(request) for request in requests):
+            return ()
+        return [tree for tree in self.burst_backend.trees(len(requests)) if tree.nodes <= most]
 
     def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
         feeds = [self.texts.unread(self.texts.live[request.id], length + 1) for request in requests]

@@ -10,14 +10,18 @@ one, else the head reads on without them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
+
+from paceline.core.params import SamplingParams
 from paceline.core.types import Request, Seen
 from paceline.drafters.base import num_same
 from paceline.heads.rows import Feed, ReadingBackend, Row, Span
+from paceline.runtime.kv_cache import whole_blocks
 
 MOST_WAITING = 2048  # rows kept for a head that is not asked; older ones are forgotten
 KEPT = 4  # finished texts whose rows others may start with
@@ -149,6 +153,35 @@ class HeadTexts:
                 best, most = other, min(same, other.count)
         if best is not None:
             text.place, text.count = self._head.fork(best.place, most), most
+
+    def kept(self, count: int) -> dict[str, torch.Tensor]:
+        """See Drafter: the rows of so many tokens."""
+        if self._head is None or not count:
+            return {}
+        place = self._head.place()
+        place.reserve(count)
+        return {"rows": torch.empty_like(place.export(count), device="meta")}
+
+    def export(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Of a text that begins so, read as far."""
+        count = whole_blocks(tokens)
+        limit = count + self._lookahead
+        for text in (*self.live.values(), *self._finished):
+            if self._head is None or list(text.request.tokens[:limit]) != list(tokens[:limit]):
+                continue
+            if len(text.waiting) > 1:
+                self._begin(text, 1)
+            if text.has_begun and text.is_whole and text.count >= count:
+                return {"rows": text.place.export(count)}
+        return {}
+
+    def adopt(self, tokens: Sequence[int], parts: Mapping[str, torch.Tensor]) -> None:
+        """A text that begins so will begin with these rows."""
+        count, place = whole_blocks(tokens), self._head.place()
+        place.reserve(count)
+        place.adopt(parts["rows"])
+        request = Request("", SamplingParams(), list(tokens), len(tokens), 0)
+        self._finished.append(Text(request, deque(), count, place, count, True))
 
     def finish(self, request: Request) -> None:
         text = self.live.pop(request.id, None)

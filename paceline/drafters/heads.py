@@ -9,8 +9,10 @@ the target will add, and the target's own choice is what is emitted. Invariant: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +27,13 @@ from paceline.drafters.grow import Growth, Level, TreeConfig, grow
 from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.reading import Candidate, Reading
 from paceline.heads.config import TappedConfig
-from paceline.heads.rows import Guesses, Sampler
+from paceline.heads.rows import Guesses, Sampler, TreeShape
 from paceline.loaders.head_files import Head
 from paceline.loaders.heads import open_head
 
 GREEDY = Pick(0.0, 0)
+BURST_TREES = {15: TreeShape(4, 5, 15), 31: TreeShape(8, 6, 31), 63: TreeShape(8, 8, 63)}  # by nodes
+BURST_DEPTH, MOST_DEVICE_NODES = 6, 64  # of trees that a device grows: all nodes of a row's mask are one word
 SURER = 0.8  # times the temperature: a head that is surer than the target is right more often (decision 05)
 
 
@@ -39,6 +43,8 @@ class HeadDrafterConfig(TreeConfig):
     model: str = ""  # a folder or a Hugging Face name; empty: the head that ships for this target
     # which hidden states of the target the head reads, where its files say it wrongly
     hidden_layers: Sequence[int] | None = None
+    # sizes of trees that a device may grow by itself instead of a chain, where that pays
+    burst_nodes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         TreeConfig.__post_init__(self)
@@ -48,6 +54,21 @@ class HeadDrafterConfig(TreeConfig):
         require(ok, "hidden_layers", layers, remedy)
         remedy = "name the folder of a head, or its Hugging Face name"
         require(isinstance(self.model, str), "model", self.model, remedy)
+        remedy = f"give a list of these: {', '.join(map(str, BURST_TREES))}"
+        ok = isinstance(self.burst_nodes, (list, tuple)) and all(n in BURST_TREES for n in self.burst_nodes)
+        require(ok, "burst_nodes", self.burst_nodes, remedy)
+
+    @property
+    def burst_trees(self) -> tuple[TreeShape, ...]:
+        """Trees that a device may grow by itself: beside chains, or those that were asked for."""
+        if self.confidence_threshold:
+            return ()
+        if self.tree_width == 1:
+            return tuple(BURST_TREES[nodes] for nodes in self.burst_nodes)
+        depth = self.tree_depth or min(BURST_DEPTH, MOST_DEVICE_NODES // self.tree_width)
+        tree = TreeShape(self.tree_width, depth, self.num_speculative_tokens)
+        count = tree.width * tree.depth
+        return (tree,) if tree.nodes <= count <= MOST_DEVICE_NODES and tree.nodes < MOST_DEVICE_NODES else ()
 
 
 # logits [n, draft vocabulary] after the nodes of these growths' frontiers
@@ -80,7 +101,7 @@ class HeadDrafter(Drafter):
         self._tree: TreeConfig = config
 
     def _open(self, config: HeadDrafterConfig, context: DrafterContext) -> Head:
-        folder = config.model or registry.shipped_folder(self.name, context.checkpoint)
+        folder = config.model or registry.head_folder(self.name, context.checkpoint)
         return open_head(folder, context.checkpoint, (self.name,))
 
     def _limit_depth(self, most: int) -> None:
@@ -106,7 +127,7 @@ class HeadDrafter(Drafter):
             text, limit = self._text(request), min(budget, self.config.num_speculative_tokens)
             if text is None or not limit:
                 continue
-            sampler = self._sampler(request)
+            sampler = self._sampler(request) if self.config.tree_width == 1 else None
             if sampler is None:
                 trees.append((text, limit))
             else:
@@ -130,7 +151,7 @@ class HeadDrafter(Drafter):
 
     def _sampler(self, request: Request) -> Sampler | None:
         """How the head itself guesses; None: it cannot."""
-        pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
+        pick = request.pick or pick_of(request, empty(request))
         if pick is None or not self.backend.can_guess(pick.temperature):
             return None
         return Sampler(SURER * pick.temperature, pick.seed, len(request.tokens))
@@ -166,6 +187,23 @@ class HeadDrafter(Drafter):
 
     def observe(self, seen: Sequence[Seen]) -> None:
         self.texts.observe(seen, self.is_eager)
+
+    @cached_property
+    def identity(self) -> str:
+        """Of the head's numbers, wherever its files are."""
+        digest = hashlib.blake2b(repr(self.head.config).encode(), digest_size=8)
+        for name, tensor in sorted(self.head.tensors.items()):
+            digest.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def kept(self, count: int) -> dict[str, torch.Tensor]:
+        return self.texts.kept(count)
+
+    def export(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        return self.texts.export(tokens)
+
+    def adopt(self, tokens: Sequence[int], parts: Mapping[str, torch.Tensor]) -> None:
+        self.texts.adopt(tokens, parts)
 
     def release(self, request: Request) -> None:
         self.texts.finish(request)

@@ -1,6 +1,7 @@
-"""The drafters by name (a new one is one file and one line here), and the learned heads that are shipped.
+"""The drafters by name (a new one is one file and one line here), and the learned heads that are found by
+themselves: shipped with us, or trained here and kept in the cache (heads/MODEL/KIND).
 
-Invariant: a shipped head is opened only for the weights it was trained on, told by their hash; of any other
+Invariant: such a head is opened only for the weights it was trained on, told by their hash; of any other
 model nothing is read for it.
 """
 
@@ -16,16 +17,19 @@ from paceline.core.options import from_options, nearest, require
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.loaders.fields import read_json
 from paceline.loaders.heads import target_hash
+from paceline.loaders.hub import cache_dir
 from paceline.loaders.mtp import dialect_of
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
+    from paceline.models.config import ModelConfig
 
 DRAFTERS = {
     "ngram": "paceline.drafters.ngram:Ngram",
     "suffix": "paceline.drafters.suffix:Suffix",
     "recycle": "paceline.drafters.recycle:Recycle",
     "draft_model": "paceline.drafters.draft_model:DraftModel",
+    "universal": "paceline.drafters.universal:Universal",
     "early_exit": "paceline.drafters.draft_model:EarlyExit",
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",  # as vLLM names it
@@ -39,14 +43,19 @@ DRAFTERS = {
     "staged": "paceline.drafters.staged:Staged",
     "hybrid": "paceline.drafters.hybrid:Hybrid",
 }
+FOR_BENCHMARKS = {"synthetic": "paceline.drafters.synthetic:Synthetic"}  # for `bench batch`; no server's
 
 # Learned for one target: shipped with us, in a folder, or (mtp) in the target's own files.
 HEADS = ("eagle", "eagle3", "mtp", "mlp_speculator", "draft", "medusa", "dflash")
+
+SMALLER = ("draft_model", "universal")  # that run another model, which must be named
 
 FOLDER = Path(__file__).parent.parent / "data" / "heads"
 # shipped heads, the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
 SHIPPED = ("eagle", "dflash", "draft", "medusa")
 LENGTH = 5  # tokens of the longest draft of one; the policy and the head's own doubts cut it
+# Of trees beside such chains, as (31, 63): none until their speed was measured on a GPU (decision 09).
+BURST_NODES: tuple[int, ...] = ()
 
 # What "auto" drafts with beside a shipped head: no training, no model; the policy chooses from its drafts.
 # Token recycling beside it gained nothing and costs host time, see docs/decisions.
@@ -60,9 +69,10 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Drafter], DrafterConfig]:
     method = options.get("method", "draft_model" if "model" in options else None)
     if isinstance(method, (list, tuple)):
         method, options = "hybrid", {**options, "drafters": method}
-    if not isinstance(method, str) or method not in DRAFTERS:
+    known = {**DRAFTERS, **FOR_BENCHMARKS}
+    if not isinstance(method, str) or method not in known:
         raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
-    module, _, name = DRAFTERS[method].partition(":")
+    module, _, name = known[method].partition(":")
     kind: type[Drafter] = getattr(import_module(module), name)
     rest = {k: v for k, v in options.items() if k != "method"}
     return kind, from_options(kind.Config, rest, f"speculative_config of method {method!r}")
@@ -72,35 +82,60 @@ def create(kind: type[Drafter], config: DrafterConfig, context: DrafterContext) 
     return kind(config, context)
 
 
-def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | None:
-    """The drafter of the best shipped head for this target, as a speculative_config; None if there is none.
-    wanted: False for none, or the kind that it must be."""
+def kind_of(folder: object) -> str:
+    """Of the head in a folder."""
+    path = Path(folder) / "config.json" if isinstance(folder, str) else None
+    kind = read_json(path).get("kind") if path is not None and path.is_file() else None
+    remedy = f"use True, False, one of {', '.join(SHIPPED)}, or the folder of a head from paceline train"
+    require(kind in SHIPPED, "speculative_config head", folder, remedy)
+    return str(kind)
+
+
+def head_for(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | None:
+    """The drafter of the best head for this target, as a speculative_config; None if there is none.
+    wanted: False for none, the kind that it must be, or its folder."""
+    if isinstance(wanted, str) and wanted not in SHIPPED:
+        return _head(kind_of(wanted), model=wanted)
     kinds = (wanted,) if isinstance(wanted, str) else SHIPPED if wanted else ()
-    found = next((kind for kind in kinds if _belongs(FOLDER / kind, target)), None)
-    if found is None and isinstance(wanted, str):
-        example = f"{{'method': ['suffix', {{'method': {wanted!r}, 'model': 'FOLDER'}}]}}"
-        what = f"speculative_config head is {wanted!r}, and no such head is shipped for {target.name}"
-        raise ConfigError(f"{what}; leave it out, or name a folder: {example}")
+    found = next(((kind, at) for kind in kinds if (at := _find(kind, target))), None)
+    if found is not None:
+        return _head(found[0], model=str(found[1]))
+    if isinstance(wanted, str):
+        what = f"speculative_config head is {wanted!r}, and there is no such head for {target.name}"
+        raise ConfigError(f"{what}; leave it out, name the folder of a head, or train one: paceline train")
+    return _head("mtp") if wanted and dialect_of(target) else None
+
+
+def _head(method: str, **more: str) -> dict[str, Any]:
+    options = {"method": method, **more, "num_speculative_tokens": LENGTH}
+    return options | {"burst_nodes": BURST_NODES} if method in ("eagle", "mtp") else options
+
+
+def head_folder(kind: str, target: Checkpoint) -> str:
+    """Where this target's head of this kind lies."""
+    found = _find(kind, target)
     if found is None:
-        return {"method": "mtp", "num_speculative_tokens": LENGTH} if wanted and dialect_of(target) else None
-    return {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
-
-
-def shipped_folder(kind: str, target: Checkpoint) -> str:
-    """Where the shipped head of this kind lies."""
-    if not _belongs(FOLDER / kind, target):
         remedy = "name the folder of a head as 'model', or train one: paceline train"
         if kind in SHIPPED and not (FOLDER / kind).is_dir():  # the wheel has only what "auto" uses
             remedy = f"{remedy}; the default model's is in the package paceline-heads"
         raise ConfigError(f"no {kind} head is shipped for {target.name}; {remedy}")
-    return str(FOLDER / kind)
+    return str(found)
+
+
+def _find(kind: str, target: Checkpoint) -> Path | None:
+    folders = (FOLDER / kind, *sorted((cache_dir() / "heads").glob(f"*/{kind}")))
+    return next((folder for folder in folders if _belongs(folder, target)), None)
+
+
+def is_alike(folder: Path, model: ModelConfig) -> bool:
+    """Whether a head there has the model's sizes; that it is for its weights, only they can tell."""
+    path = folder / "config.json"
+    values = read_json(path) if path.is_file() else {}
+    sizes = [values.get(name) for name in ("vocab_size", "hidden_size", "target_layers")]
+    return sizes == [model.vocab_size, model.hidden_size, model.num_layers]
 
 
 def _belongs(folder: Path, target: Checkpoint) -> bool:
     """Sizes are compared first, since the hash reads weights."""
-    if not (folder / "config.json").is_file():
-        return False
-    values, model = read_json(folder / "config.json"), target.config
-    sizes = [values.get(name) for name in ("vocab_size", "hidden_size", "target_layers")]
-    is_alike = sizes == [model.vocab_size, model.hidden_size, model.num_layers]
-    return is_alike and values.get("target_hash") == target_hash(target)
+    is_near = is_alike(folder, target.config)
+    return is_near and read_json(folder / "config.json").get("target_hash") == target_hash(target)

@@ -57,12 +57,12 @@ class Commits:
             else:
                 record.verdicts[index] = verdict
                 num_plain += len(draft.tree.tokens) == 1
-                emissions.append(self._commit(request, draft, verdict, record.has_more))
+                emissions.append(self._commit(request, draft, verdict, record))
         if num_plain:
             self.totals.record_plain(num_plain)
         return emissions
 
-    def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
+    def _commit(self, request: Request, draft: Draft, verdict: Verdict, record: StepRecord) -> Emission:
         """The text grows by what was accepted and the target's own token, up to the first that ends it."""
         root, stats, tokens = len(request.tokens) - 1, self.stats[request.id], verdict.tokens
         path, logprobs, reason = verdict.path, verdict.logprobs, None
@@ -79,10 +79,10 @@ class Commits:
             stats.record_plain()
         else:
             stats.record(draft, accepted, len(tokens), self.totals)
+        rows = range(len(path)) if record.is_in_place else path
+        self.kv.commit(request.cache, root, rows, request.tokens, record.has_more)  # of one that ends, too
         if reason is not None:
             self.finish(request, reason)
-        else:
-            self.kv.commit(request.cache, root, path, request.tokens, has_more)
         return Emission(request, tokens, len(accepted), draft.sources_of(accepted), logprobs, draft, path)
 
     def _can_end(self, request: Request, tokens: Sequence[int]) -> bool:

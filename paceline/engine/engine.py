@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 from paceline.core.batch import segment_of
 from paceline.core.errors import RequestError
@@ -29,6 +30,8 @@ from paceline.runtime.record import Drafting, Scheduled, StepRecord, longest
 
 BURST_SECONDS = 0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits
 STREAM_SECONDS = 0.04  # of such a burst where the text is streamed: it flows, and does not come in lumps
+CHUNK_SECONDS = 0.12  # of the prompts in a pass that streamed texts wait for,
+LEAST_CHUNK = 32  # which have at least this many tokens
 MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
 MATCH_LENGTH = 8  # where a policy chooses: longer ones do not pay there
 STOP_ROUNDS = 2  # rounds of such a burst for a request with stop strings, which only the host looks for
@@ -47,7 +50,7 @@ class Engine:
         """Without a policy the drafter proposes `config.num_speculative_tokens` whenever it can."""
         self.executor, self.drafter, self.config = executor, drafter, config
         self.policy = policy or FixedPolicy(drafter, config.num_speculative_tokens)
-        self.scheduler = Scheduler(config, executor.kv)
+        self.scheduler = Scheduler(config, executor.kv, num_stages=executor.num_stages)
         self._totals = SpecStats()
         self.stats: dict[str, SpecStats] = {}  # by request
         self.watch: Watch | None = None  # is shown every draft being judged
@@ -61,9 +64,11 @@ class Engine:
         decoder, layers = executor.decoder, executor.memory.layers
         self._headless = executor.backend.burst(decoder, layers, None, self._headless_length)
         self._round_seconds = Median(BURST_SECONDS / 8)
+        self._row_seconds = Median(CHUNK_SECONDS / 128)  # of prompts
         self._num_arrivals = 0
         self._has_better = False  # than the last burst's head: a drafter that the host asked
-        self._pending: PendingPasses | PendingBurst | None = None
+        # In the order in which they land, with what the policy knows of each: at most one a stage.
+        self._under_way: deque[tuple[PendingPasses | PendingBurst, Any]] = deque()
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
         executor.record(PassSizes(config.max_num_seqs, config.num_speculative_tokens), self._hidden_layers)
         self.num_recorded = executor.backend.num_recordings  # by now: requests wait for any that follow
@@ -106,7 +111,8 @@ class Engine:
         and the drafters' memory of it gone. Returns those that ran, then those that waited; the scheduler
         takes one back with `add`, and its tokens are computed again."""
         requests = self.scheduler.requests
-        self._pending = self._committed = None
+        self._under_way.clear()
+        self._committed = None
         for request in list(self.scheduler.running):
             self.scheduler.preempt(request)
             self._release(request)
@@ -117,25 +123,38 @@ class Engine:
     def step(self) -> list[Emission]:
         """What was said in one step. Where passes run by themselves the next is on its way already: the
         caller's work hides behind it."""
-        pending = self._pending or self._launch()
-        self._pending = None
-        if pending is None:
+        self._fill()
+        if not self._under_way:
             self._committed = None
             return []
+        pending, self.policy.step = self._under_way.popleft()
         if self.executor.backend.is_async and self.watch is None:
             pending.extend()
-        emissions = self._land(pending.next(self.watch))
+        record = pending.next(self.watch)
+        if self._under_way:  # it has waited for others, too
+            record.pass_seconds = None
+        emissions = self._land(record)
         if pending.is_under_way:
-            self._pending = pending
+            self._under_way.appendleft((pending, self.policy.step))
         elif self.executor.backend.is_async:
-            self._pending = self._launch()
+            self._fill()
         return emissions
+
+    def _fill(self) -> None:
+        """Launch until every stage has something to do: one pass where there are no stages."""
+        while len(self._under_way) < self.executor.num_stages:
+            pending = self._launch()
+            if pending is None:
+                return
+            self._under_way.append((pending, self.policy.step))
 
     def _launch(self) -> PendingPasses | PendingBurst | None:
         """Schedule, then start a burst where one can do what is planned; else propose and start a pass."""
-        scheduled = self.scheduler.schedule()
+        self.scheduler.most_beside_streams = max(int(CHUNK_SECONDS / self._row_seconds.value), LEAST_CHUNK)
+        busy = frozenset(request.id for pending, _ in self._under_way for request in pending.requests)
+        scheduled = self.scheduler.schedule(busy)
         if not scheduled:
-            assert not self.has_work, "requests are waiting and none can run"
+            assert busy or not self.has_work, "requests are waiting and none can run"
             return None
         plan = self.policy.plan(scheduled)
         answers, drafting = Answers(), Drafting()
@@ -143,13 +162,13 @@ class Engine:
         if burst is not None:
             return burst
         chosen = self.policy.choose(scheduled, answers) if answers else {}
-        if not self.executor.decoder.checks_trees:
-            chosen = {i: draft.cut(draft.tree.best_path()) for i, draft in chosen.items()}
         drafts = [  # what is checked: often nothing but the root
             (chosen.get(i) or rooted(one.request.tokens[-1])) if one.is_caught_up else None
             for i, one in enumerate(scheduled)
         ]
         segments = [segment_of(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
+        if self.watch is not None:  # what is watched is chosen by the host
+            segments = [segment._replace(pick=None) for segment in segments]
         sent, layers, top_tokens = perf_counter(), self._hidden_layers, self._top_tokens
         if plan.plain_steps:  # nothing will be learned from it but by a head that is about to draft
             layers, top_tokens = layers if plan.keeps_hidden else (), 0
@@ -233,15 +252,19 @@ class Engine:
         drafter, requests = self.policy.drafters[number], [one.request for one in scheduled]
         limits = [r.params.num_speculative_tokens for r in requests]
         rows = self.config.max_num_batched_tokens // len(requests)
-        length = drafter.burst_length(requests, min([rows - 1, *(n for n in limits if n is not None)]))
+        most = min([rows - 1, *(n for n in limits if n is not None)])
+        length, trees = drafter.burst_length(requests, most), drafter.burst_trees(requests, most)
+        tree = self.policy.tree(length, trees)
+        length = length if tree is None else tree.depth
         if any(count < min(length, scheduled[i].draft_limit) for i, count in asks):
             return None
-        parts = BurstParts(drafter.burst_backend, number, None, length)
+        parts = BurstParts(drafter.burst_backend, number, None, length, tree)
         return self._start_burst(scheduled, parts, Plan()) if length else None
 
     def _start_burst(self, scheduled: Scheduled, parts: BurstParts, plan: Plan) -> PendingBurst | None:
         """None if it cannot be: a request needs the host, or slots run out."""
-        backend, length, requests = parts.backend, parts.length, [one.request for one in scheduled]
+        backend, requests = parts.backend, [one.request for one in scheduled]
+        length, nodes = parts.length, parts.nodes
         if backend is None or not self._can_burst(backend, scheduled):
             return None
         # Each round emits a token at least; a request that has ended stays in it until the others have.
@@ -252,11 +275,11 @@ class Engine:
             most_seconds = STREAM_SECONDS if requests[0].is_streamed else BURST_SECONDS
             count = min(count, max(int(most_seconds / self._round_seconds.value), 1))
             count = min(count, STOP_ROUNDS) if requests[0].params.stop else count
-        rooms = [min(count * (length + 1), left + length) for left in lefts]
+        rooms = [min((count - 1) * (length + 1) + nodes + 1, left + nodes) for left in lefts]
         if count < 1 or not self.scheduler.reserve_burst(scheduled, rooms):
             return None
         segments = [
-            Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=r.pick)
+            Segment([r.tokens[-1], *[0] * nodes], r.cache, num_logits=nodes + 1, pick=r.pick)
             for r in requests
         ]
         given = self._burst_input(requests, parts, count, plan.least)._replace(rooms=rooms)
@@ -271,12 +294,12 @@ class Engine:
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
     ) -> BurstInput:
-        (backend, head, matcher, length), first = parts, requests[0]
+        (backend, head, matcher, length, tree), first = parts, requests[0]
         drafters = self.policy.drafters
         feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
         stops, wanted = tuple(first.stop_ids), self.scheduler.num_left(first)
         names = tuple("" if n is None else drafters[n].name for n in (matcher, head))
-        given = BurstInput(count, (), feeds, samplers, stops=stops, wanted=wanted, names=names)
+        given = BurstInput(count, (), feeds, samplers, stops=stops, wanted=wanted, names=names, tree=tree)
         if backend is None or not backend.is_weighing:
             return given
         weights = self.policy.weights(head, matcher, first, length)
@@ -314,6 +337,9 @@ class Engine:
             self._round_seconds.add(record.seconds)
         else:
             record.seconds = since_last
+            num_rows = sum(one.num_new for one in record.scheduled)
+            if num_rows >= LEAST_CHUNK and since_last:
+                self._row_seconds.add(since_last / num_rows)
         self.policy.observe(record)
         self._suspicion.judge(record, self.policy.drafters)
         # One that reads hidden states reads on without the rows of a pass that has kept none.

@@ -2,8 +2,8 @@
 burst.
 
 Both yield one StepRecord for each pass, in order, and may send further passes before the last has landed.
-Invariant: whatever was sent lands before anything else is scheduled; a request that was stopped meanwhile has
-no part in it.
+Invariant: whatever was sent of a request lands before anything else of it is scheduled; one that was stopped
+meanwhile has no part in it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from paceline.core.sampling import not_finite
 from paceline.core.tree import Tree
-from paceline.core.types import Answers, Burst, Cached, Draft, Output, Segment
+from paceline.core.types import Answers, Burst, Cached, Draft, Output, Request, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.scheduler import Scheduler
-from paceline.heads.rows import BurstBackend
+from paceline.heads.rows import BurstBackend, TreeShape
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest, scores_in
 
@@ -55,6 +55,10 @@ class PendingPasses:
     answers: Answers = field(default_factory=dict)
     drafting: Drafting = field(default_factory=dict)
     _num_sent: int = 1
+
+    @property
+    def requests(self) -> list[Request]:
+        return [one.request for each in self.under_way for one in each.scheduled]
 
     @property
     def is_under_way(self) -> bool:
@@ -115,7 +119,13 @@ class BurstParts(NamedTuple):
     backend: BurstBackend | None
     head: int | None  # the drafter whose head drafts in it
     matcher: int | None  # the drafter that runs no model
-    length: int  # of the longest draft
+    length: int  # tokens of the longest path of a draft
+    tree: TreeShape | None = None  # what the head drafts; None: chains
+
+    @property
+    def nodes(self) -> int:
+        """That are checked of a draft, at most."""
+        return self.length if self.tree is None else self.tree.nodes
 
 
 @dataclass(slots=True)
@@ -128,6 +138,10 @@ class PendingBurst:
     parts: BurstParts
     goes_on: Callable[[PendingBurst], bool]  # is another round better than whatever else could be done?
     num_landed: int = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return [one.request for one in self.scheduled]
 
     @property
     def is_under_way(self) -> bool:
@@ -158,14 +172,17 @@ class PendingBurst:
             for request, verdict in zip(requests, said.verdicts, strict=True)
         ]
         numbers = {self.drafters[n].name: n for n in (head, matcher) if n is not None}
-        answers = {i: [(numbers[d.source], d)] for i, d in enumerate(said.drafts) if d.num_drafted}
+        # What a tree's likeliest path was worth says how surely the head drafts a chain, and it a tree.
+        paths = [d.cut(d.tree.first_path()) if self.parts.tree else d for d in said.drafts]
+        answers = {i: [(numbers[d.source], d)] for i, d in enumerate(paths) if d.num_drafted}
         if said.answers:
             answers = {0: [(numbers[source], draft) for source, draft in said.answers]}
-        record = StepRecord(self.scheduled, said.drafts, judged, answers)
+        record = StepRecord(self.scheduled, said.drafts, judged, answers, is_in_place=True)
+        record.tree = self.parts.tree
         # What the first round takes to begin says nothing about drafting.
         if head is not None and said.num_read != 0 and (number or said.seconds is not None):
             is_timed = said.seconds is not None
-            length = longest(answers, head) if is_timed else self.parts.length
+            length = longest(answers, head) if is_timed else self.parts.nodes
             record.drafting = {head: (length, said.head_seconds if is_timed else None)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
         record.has_more = self.num_landed < len(self.burst)

@@ -69,7 +69,8 @@ def profile_path(fingerprint: str, dtype: str, executor: LocalExecutor) -> Path:
     device = executor.device
     threads = [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), os.environ.get("NUMBA_NUM_THREADS")]
     place = [platform.machine(), platform.processor(), *threads]
-    kind = type(executor.backend).__name__
+    kind, sizes = type(executor.backend).__name__, (executor.num_stages, executor.num_ranks)
+    kind += "".join(f" x {size}" for size in sizes if size > 1)
     name = hashlib.sha256(repr((VERSION, kind, device.type, device.index, place)).encode()).hexdigest()[:12]
     return cache_dir() / "profiles" / f"{fingerprint[:32]}-{dtype}-{name}.json"
 

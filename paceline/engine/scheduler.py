@@ -9,6 +9,7 @@ has slots for all its rows, its alone to write.
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,13 @@ class Scheduler:
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of the requests that were started or started again
     num_prefix_hits: int = 0  # of them, found in the cache or shared with a sibling
+    most_beside_streams: int = sys.maxsize  # tokens of prompts in a pass that streams wait for
+    num_stages: int = 1  # passes under way at a time, each with its share of the requests
     _plan: dict[str, ScheduledRequest] = field(default_factory=dict)
     _budget: int = 0
+    _chunk: int = 0  # of the budget, what is left for prompts
+    _most: int = 0  # requests of this pass
+    _busy: frozenset[str] = frozenset()  # requests whose pass is under way
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -37,13 +43,19 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 
-    def schedule(self) -> list[ScheduledRequest]:
-        self._plan, self._budget = {}, self.config.max_num_batched_tokens
+    def schedule(self, busy: frozenset[str] = frozenset()) -> list[ScheduledRequest]:
+        """busy: requests whose pass is under way. They are neither in this one nor preempted for it."""
+        self._plan, self._budget, self._busy = {}, self.config.max_num_batched_tokens, busy
+        wanting = min(len(self.running) + len(self.waiting), self.config.max_num_seqs)
+        self._most = -(-wanting // self.num_stages)
+        has_streams = any(r.is_streamed and r.num_output for r in self.running)
+        self._chunk = min(self._budget, self.most_beside_streams if has_streams else sys.maxsize)
         num_preemptions = self.num_preemptions
         # Requests with one token to compute go first, so that a long prompt delays no stream.
-        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cache.num_cached > 1):
-            if self._budget and request.status is Status.RUNNING:
-                self._continue(request)
+        idle = [request for request in self.running if request.id not in busy]
+        for request in sorted(idle, key=lambda r: len(r.tokens) - r.cache.num_cached > 1)[: self._most]:
+            if request.status is Status.RUNNING and (num_new := self._num_new(request)):
+                self._continue(request, num_new)
         if self.num_preemptions == num_preemptions:
             self._admit()
         scheduled = list(self._plan.values())
@@ -75,31 +87,43 @@ class Scheduler:
 
     def follow(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, ScheduledRequest]]:
         """Of plain requests whose pass is still under way: those whose next token is wanted whatever this one
-        is, each with a slot for it. Empty if a request waits for a seat, or blocks run out."""
+        is, each with a slot for it. Empty if a request waits for a seat, or blocks run out; and where layers
+        are recurrent, since the slot of the state that comes next is known when this pass has landed."""
         going = [(i, one.request) for i, one in enumerate(scheduled) if not one.request.is_finished]
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
-        if has_seats or len(going) < len(self.running):
+        if has_seats or len(going) < len(self.running) or self.kv.states is not None:
             return []
         lasting = [(i, request) for i, request in going if self.num_left(request) > 1]
         if not all(self.kv.reserve(request.cache, request.cache.num_cached + 2) for _, request in lasting):
             return []
         return [(i, ScheduledRequest(request, 1)) for i, request in lasting]
 
-    def _continue(self, request: Request) -> None:
+    def _num_new(self, request: Request) -> int:
+        """Tokens of it that can be computed now: its newest, or a chunk of what it has."""
+        left = len(request.tokens) - request.cache.num_cached
+        return min(left, self._budget if left == 1 else min(self._budget, self._chunk))
+
+    def _take(self, request: Request, num_new: int) -> None:
+        self._plan[request.id] = ScheduledRequest(request, num_new)
+        self._budget -= num_new
+        self._chunk -= num_new if num_new > 1 else 0
+
+    def _continue(self, request: Request, num_new: int) -> None:
         cache = request.cache
-        num_new = min(len(request.tokens) - cache.num_cached, self._budget)
         while not self.kv.reserve(cache, cache.num_cached + num_new):
-            victim = self.running[-1]
+            victim = next(other for other in reversed(self.running) if other.id not in self._busy)
+            if victim is request and self._busy:
+                return  # it waits for blocks that those under way will give back
             self.preempt(victim)
             if victim is request:
                 return
-        self._plan[request.id] = ScheduledRequest(request, num_new)
-        self._budget -= num_new
+        self._take(request, num_new)
 
     def _admit(self) -> None:
         """Find shared blocks and reserve the first chunk, of as many as there is room for."""
         for request in list(self.waiting):
-            if len(self.running) >= self.config.max_num_seqs or not self._budget:
+            has_room = len(self._plan) < self._most and self._budget and self._chunk
+            if len(self.running) >= self.config.max_num_seqs or not has_room:
                 return
             leader, cache = request.leader, request.cache
             if leader is not None and leader.status is not Status.RUNNING:
@@ -110,7 +134,7 @@ class Scheduler:
                 self.kv.fork(leader.cache, cache, request.num_prompt - 1)
             elif self.config.enable_prefix_caching and not request.num_unscored:
                 self.kv.adopt_prefix(cache, request.tokens)
-            num_shared, num_new = cache.num_cached, min(len(request.tokens) - cache.num_cached, self._budget)
+            num_shared, num_new = cache.num_cached, self._num_new(request)
             if not self.kv.reserve(cache, num_shared + num_new):
                 self.kv.free(cache)  # there is no room yet, and nothing may be held
                 return
@@ -118,8 +142,7 @@ class Scheduler:
             self.num_prefix_queries += request.num_tokens
             if not request.num_preemptions:
                 request.num_prefix_hits = num_shared
-            self._plan[request.id] = ScheduledRequest(request, num_new)
-            self._budget -= num_new
+            self._take(request, num_new)
             self.waiting.remove(request)
             insort(self.running, request, key=_order)
             request.status = Status.RUNNING

@@ -35,6 +35,12 @@ class TorchPlace:
         if length > room:
             self.kept = functional.pad(self.kept, (0, 0, 0, 0, 0, max(length, 2 * room, 64) - room))
 
+    def export(self, length: int) -> Tensor:
+        return self.kept[:, :, :length].cpu()
+
+    def adopt(self, data: Tensor) -> None:
+        self.kept[:, :, : data.shape[2]] = data.to(self.kept.device)
+
 
 class _Rows(NamedTuple):
     """Rows of one sequence, and what they see of it."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.options import from_options, is_whole, nearest, require
-from paceline.models.config import RopeConfig
+from paceline.models.config import ExpertsConfig, RopeConfig
 
 Kind = Literal["eagle", "medusa", "dflash", "draft", "mlp_speculator", "mtp"]
 FORMAT = 1
@@ -195,6 +195,8 @@ class MtpConfig(Eagle1Config):
     has_bias: bool = False  # queries, keys and values
     is_gated: bool = False
     rotary_dim: int = 0
+    experts: ExpertsConfig | None = None
+    norm_output: bool = True  # the next step reads the output after `norm`
 
     @property
     def rotary_width(self) -> int:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from paceline.heads import config as configs
 from paceline.models.config import ModelConfig
+from paceline.models.experts import ExpertFfn
 from paceline.models.layer import AttendIn, Layer, Linear, Norm
 from paceline.models.rope import Angles
 
@@ -105,7 +106,9 @@ class Mtp(ChainModule):
     def __init__(self, config: configs.MtpConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
-        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(layer_config(config))
+        own = layer_config(config)
+        ffn = None if own.experts is None else ExpertFfn(own, own.experts, 32)
+        self.fc, self.midlayer = Linear.empty(2 * d, d), Layer(own, ffn=ffn)
         self.embed_norm, self.hidden_norm, self.norm = (Norm(d, config.rms_eps) for _ in range(3))
 
     def forward(self, embedded: Tensor, source: Tensor, angles: Angles, attend: AttendIn) -> Tensor:
@@ -114,7 +117,7 @@ class Mtp(ChainModule):
 
     def finish(self, x: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm(x)
-        return normed, normed
+        return normed, normed if self.config.norm_output else x
 
 
 class Draft(ChainModule):

@@ -71,6 +71,14 @@ class HeadOutput(NamedTuple):
     outputs: Any  # [n]: each a source for nodes that follow
 
 
+class TreeShape(NamedTuple):
+    """Of trees that a device grows by itself."""
+
+    width: int  # nodes of a level, each read on, with as many tokens offered after it
+    depth: int
+    nodes: int  # the best of all levels, which are checked
+
+
 class Guesses(NamedTuple):
     """[steps][requests]; fewer steps than asked for where nothing likely was left."""
 
@@ -154,6 +162,7 @@ class BurstInput(NamedTuple):
     stops: Sequence[int] = ()  # tokens that end the first request
     wanted: int = 0  # tokens that it may still emit
     names: tuple[str, ...] = ("", "")  # of the drafters: which matches, and whose head drafts
+    tree: TreeShape | None = None  # what the head drafts; None: chains
 
 
 class BurstBackend(Protocol):
@@ -162,7 +171,8 @@ class BurstBackend(Protocol):
     most_rounds: int  # in a row
     most_requests: int
 
-    def longest(self, num_requests: int) -> int: ...  # tokens of a draft, at most
+    def longest(self, num_requests: int) -> int: ...  # tokens of a chain, at most
+    def trees(self, num_requests: int) -> Sequence[TreeShape]: ...  # that may be drafted instead
 
     is_weighing: bool  # whether drafts are cut to what pays, and a matcher may draft beside the head
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -25,12 +25,15 @@ from paceline.models.config import ExpertsConfig, ModelConfig, RopeConfig
 if TYPE_CHECKING:
     import torch
 
+    from paceline.models.kept import Kept
+
 CONFIG = "config.json"
 LLAMA_8B = ModelConfig(
     family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
     num_heads=32, num_kv_heads=8, head_dim=128, max_context=16_384, rms_eps=1e-5,
     rope=RopeConfig(theta=500_000.0),
 )  # fmt: skip
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64)
 SMOLLM2_135M = ModelConfig(
     family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30,
     num_heads=9, num_kv_heads=3, head_dim=64, max_context=8192, rms_eps=1e-5,
@@ -41,7 +44,8 @@ QWEN3_30B_A3B = ModelConfig(
     num_heads=32, num_kv_heads=4, head_dim=128, max_context=40_960, rms_eps=1e-6,
     rope=RopeConfig(theta=1_000_000.0), qk_norm=True, experts=ExpertsConfig(128, 8, 768),
 )  # fmt: skip
-SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M, "qwen3-30b-a3b": QWEN3_30B_A3B}
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "smollm2-135m": SMOLLM2_135M}
+SHAPES["qwen3-30b-a3b"] = QWEN3_30B_A3B
 
 
 class Checkpoint(Protocol):
@@ -55,6 +59,7 @@ class Checkpoint(Protocol):
     fingerprint: str  # of file names, sizes, headers and a sample of the weights
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor: ...  # float32; `config.weight_names()`
+    def kept(self, name: str, rows: slice = ALL) -> Kept | None: ...  # FP8 or MXFP4, where files have that
     def tokenizer_source(self) -> TokenizerSource: ...
 
 
@@ -106,6 +111,9 @@ class DummyCheckpoint:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{name}{rows}".encode()))
         return torch.randn(shape, generator=generator, device=self.device) * shape[-1] ** -0.5
 
+    def kept(self, name: str, rows: slice = ALL) -> None:
+        return None
+
     def tokenizer_source(self) -> TokenizerSource:
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
         return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": v for key, v in section.items()})
@@ -127,7 +135,7 @@ def describe(model: str) -> Described:
     shape = "smollm2-135m" if is_default else model
     if path is None and shape not in SHAPES:
         forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
-        raise ModelNotFound(f"no model {model[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
+        raise ModelNotFound(f"no model {model[: hub.MAX_NAME]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
     if path is None:
         return Described(shape, SHAPES[shape])
     name, path = hub.display_name(model), path / CONFIG if (path / CONFIG).is_file() else path

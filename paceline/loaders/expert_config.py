@@ -15,10 +15,10 @@ from paceline.models.config import ExpertsConfig, Family
 MAX_EXPERTS = 4_096
 EXPERT_FAMILIES: tuple[Family, ...] = (
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss",
-    "qwen3_5_moe", "qwen3_next",
+    "qwen3_5_moe", "qwen3_next", "gemma4",
 )  # fmt: skip
 SHARING = ("qwen2_moe", "qwen3_5_moe", "qwen3_next")  # with a shared expert behind a gate
-ALWAYS_NORMED = ("mixtral", "granitemoe", "gpt_oss", "qwen3_5_moe")  # whose shares sum up to one
+ALWAYS_NORMED = ("mixtral", "granitemoe", "gpt_oss", "qwen3_5_moe", "gemma4")  # whose shares sum up to one
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 WIDE = ("mixtral", "olmoe", "granitemoe", "gpt_oss")  # an expert is as wide as `intermediate_size` says
 UNNORMED = ("olmoe", "qwen2_moe")  # in GGUF files that do not say whether shares sum up to one
@@ -27,7 +27,7 @@ SOFTMAX, SIGMOID, OF_CHOSEN = 1, 2, 3  # GGUF's numbers of gating functions; 3: 
 
 def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig | None:
     """None where every layer is dense."""
-    if family not in EXPERT_FAMILIES:
+    if family not in EXPERT_FAMILIES or (family == "gemma4" and not keys.flag("enable_moe_block", False)):
         return None
     inner = keys.count("intermediate_size" if family in WIDE else "moe_intermediate_size")
     layers = range(min(num_layers, MAX_LAYERS + 1))
@@ -38,13 +38,17 @@ def hf_experts(family: Family, keys: Fields, num_layers: int) -> ExpertsConfig |
         shared = keys.count("shared_expert_intermediate_size")
     elif family == "glm4_moe":
         shared = inner * _optional(keys, "n_shared_experts")
+    elif family == "gemma4":
+        shared = keys.count("intermediate_size")
+    chosen = keys.count(keys.spelling("top_k_experts", "num_experts_per_tok"))
     experts = ExpertsConfig(
-        keys.count(keys.spelling(*COUNTS)), keys.count("num_experts_per_tok"), inner,
+        keys.count(keys.spelling(*COUNTS)), chosen, inner,
         router="sigmoid" if family == "glm4_moe" else "softmax",
         normalizes=family in ALWAYS_NORMED or keys.flag("norm_topk_prob", False),
         scale=keys.number("routed_scaling_factor", 1.0), has_bias=family == "gpt_oss",
         groups=keys.count("n_group", 1), top_groups=keys.count("topk_group", 1),
         shared_inner=shared, has_shared_gate=family in SHARING, dense_layers=dense_layers,
+        has_norms=family == "gemma4",
     )  # fmt: skip
     return _checked(keys, experts) if len(dense_layers) < len(layers) else None
 
@@ -68,7 +72,8 @@ def gguf_experts(
     if gating not in (SOFTMAX, SIGMOID, OF_CHOSEN):
         raise keys.refuse("expert_gating_func", "is not supported; use a model with softmax or sigmoid")
     experts = ExpertsConfig(
-        keys.count("expert_count"), keys.count("expert_used_count"), width("ffn_gate_exps", 0),
+        keys.count("expert_count"), keys.count("expert_used_count"),
+        width("ffn_gate_exps", width("ffn_gate_up_exps", 0) // 2),
         router="sigmoid" if gating == SIGMOID else "softmax",
         normalizes=gating == OF_CHOSEN or keys.flag("expert_weights_norm", family not in UNNORMED),
         has_bias=family == "gpt_oss",

@@ -21,6 +21,7 @@ MAX_JSON_BYTES = 64 << 20
 MAX_COUNT = 1 << 40  # above any size or position of a real model, and products of two stay cheap
 MAX_LAYERS = 1_024
 MAX_DRAFTING = 4  # layers behind a decoder's that only draft
+DRAFTING = ("glm4_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")  # families that may have such
 ALL = slice(None)  # rows of a tensor
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
@@ -136,6 +137,10 @@ NORMED = {"qk_norm": True}
 NORMED_OVER_HEADS = {"qk_norm": True, "qk_norm_over_heads": True}
 FIXED: dict[Family, dict[str, Any]] = {  # by a family, unless its files say otherwise
     "gemma3": {"sandwich_norm": True, "activation": "gelu_tanh", **NORMED},
+    "gemma4": {
+        "sandwich_norm": True, "activation": "gelu_tanh", "attention_scale": 1.0, "value_norm": True,
+        "layer_scalars": True, **NORMED,
+    },
     "gpt_oss": {"activation": "clamped", "attention_sinks": True},
     "olmo2": {"post_norm": True, **NORMED_OVER_HEADS}, "olmo3": {"post_norm": True, **NORMED_OVER_HEADS},
     "olmoe": NORMED_OVER_HEADS, "qwen3": NORMED, "qwen3_moe": NORMED, "qwen3_next": NORMED,
@@ -146,20 +151,24 @@ FIXED: dict[Family, dict[str, Any]] = {  # by a family, unless its files say oth
 def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     """What the file says, and what its family fixes. What the decoder takes for granted is checked here."""
     values = FIXED.get(family, {}) | values
-    if family == "gemma3":
+    if family in ("gemma3", "gemma4"):
         import numpy as np
 
         values["embed_scale"] = float(np.float32(values["hidden_size"] ** 0.5))
     config = ModelConfig(family=family, **values)
-    heads, kv_heads, turned = config.num_heads, config.num_kv_heads, config.rotary_width
+    heads, dims = config.num_heads, [kind.head_dim for kind in config.kinds]
+    turned, even = config.rotary_width, all(heads % kind.num_kv_heads == 0 for kind in config.kinds)
     windows, sets = config.local_layers, (config.rope.divisors, config.rope.long_divisors)
     is_part = turned % 2 == 0 and turned <= config.head_dim
     recurrent = config.recurrent
     uneven = recurrent is not None and recurrent.value_heads % recurrent.key_heads
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
-        (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
-        (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
+        (even, f"{heads} heads are not a multiple of {config.num_kv_heads} KV heads"),
+        (
+            not any(dim % 2 for dim in dims),
+            f"head size {dims[-1]} is odd, so rotary embedding cannot pair it",
+        ),
         (is_part, f"rotary embedding cannot turn {turned} numbers of a head of {config.head_dim}"),
         (all(len(d or ()) in (0, turned // 2) for d in sets), "rotary divisors do not match the head size"),
         (all(0 < x < math.inf for d in sets for x in d or ()), "a rotary divisor is not a positive number"),
@@ -190,11 +199,11 @@ def place_rows(config: ModelConfig, names: Mapping[str, str]) -> tuple[dict[str,
 
 def check_weights(path: Path, config: ModelConfig, wanted: Shapes, found: Shapes, layers: str) -> None:
     """Every wanted tensor is in the file with its shape, and no layer has a tensor beyond those. layers:
-    begins the names of all layers' tensors; GLM has layers for drafting behind the last."""
+    begins the names of all layers' tensors; some families have layers for drafting behind the last."""
     check_shapes(path, found, wanted)
     others = (name for name in found.keys() - wanted.keys() if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
-    if config.family == "glm4_moe":
+    if config.family in DRAFTING:
         behind = tuple(f"{layers}{config.num_layers + i}." for i in range(MAX_DRAFTING))
         unused = [name for name in unused if not name.startswith(behind)]
     if unused:

@@ -19,7 +19,8 @@ import numpy as np
 from paceline.core.errors import ModelFileError
 from paceline.loaders.expert_config import EXPERT_FAMILIES, gguf_experts
 from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
-from paceline.models.config import Family, ModelConfig, RopeConfig
+from paceline.loaders.hf_config import PARTLY_TURNED
+from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeConfig
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": "smollm3", "phi3": "phi3", "olmo2": "olmo2", "granite": "granite", "mistral3": "ministral3",
     "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
     "granitemoe": "granitemoe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss",
+    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe", "qwen3next": "qwen3_next",
 }  # fmt: skip
 PATTERN = "attention.sliding_window_pattern"
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_length")
@@ -47,6 +49,7 @@ REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "attention.tempe
 SCALES = {"embedding_scale": "embed_scale", "residual_scale": "residual_scale", "logit_scale": "logits_scale"}
 # of layers with windows, or without rotary embedding
 PERIODS = {"gemma3": 6, "olmo3": 4, "smollm3": 4, "gpt_oss": 2}
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
 GEMMA3_27B_LAYERS = 62
 
@@ -61,11 +64,22 @@ LAYER_NAMES = {
     **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
-WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
 AFTER = {"post_attention_layernorm": "post_attention_norm"}
+HYBRID = {
+    **AFTER, "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    **{f"linear_attn.{name}": f"ssm_{name}" for name in ("conv1d", "norm")},
+    "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
 SANDWICH = {**AFTER, "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 FAMILY_NAMES: dict[Family, dict[str, str]] = {
     "gemma3": SANDWICH, "olmo2": SANDWICH, "olmo3": SANDWICH, "glm4_moe": AFTER, "gpt_oss": AFTER,
+    "qwen3_5": HYBRID, "qwen3_5_moe": HYBRID,
+    "qwen3_next": HYBRID | {f"linear_attn.in_proj_{name}": "ssm_ba" for name in "ba"},
     "phi3": {  # the gate lies before what it gates
         **{f"self_attn.{name}_proj": "attn_qkv" for name in "qkv"},
         "mlp.gate_proj": "ffn_up", "mlp.up_proj": "ffn_up",
@@ -216,7 +230,7 @@ def read_config(
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     turned = keys.count("rope.dimension_count", head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        is_part = key == "rope.dimension_count" and family in ("phi3", "glm4_moe")
+        is_part = key == "rope.dimension_count" and family in PARTLY_TURNED
         if keys.count(key, head_dim) != head_dim and not is_part:
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
@@ -226,11 +240,15 @@ def read_config(
     rope = replace(rope, truncate=family != "gpt_oss")
     local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0 if is_gemma else rope.theta))
     some_layers = range(min(layers, MAX_LAYERS + 1))
-    norms = {"qk_norm": "blk.0.attn_q_norm.weight" in header.tensors} if family == "glm4_moe" else {}
+    has_norms = "blk.0.attn_q_norm.weight" in header.tensors
+    more: dict[str, Any] = {"qk_norm": has_norms} if family == "glm4_moe" else {}
+    if family in HYBRID_FAMILIES:
+        more |= {"gated_attention": True, "recurrent": _recurrent(keys, header, some_layers)}
     return family_config(
         str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
         head_dim=head_dim, num_kv_heads=keys.count("attention.head_count_kv", heads),
-        intermediate_size=keys.count("feed_forward_length"), max_context=keys.count("context_length"),
+        intermediate_size=keys.count("feed_forward_length", keys.get("expert_feed_forward_length")),
+        max_context=keys.count("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope if family != "ministral3" else _with_query_scale(keys, rope),
         rope_local=local if is_gemma or (family == "olmo3" and local != rope) else None,
@@ -241,7 +259,15 @@ def read_config(
         mlp_bias="blk.0.ffn_down.bias" in header.tensors, sliding_window=window,
         local_layers=_windows(keys, family, some_layers) if window else (),
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
-        experts=gguf_experts(family, keys, layers, header.tensors), **norms, **_scales(keys, family),
+        experts=gguf_experts(family, keys, layers, header.tensors), **more, **_scales(keys, family),
+    )  # fmt: skip
+
+
+def _recurrent(keys: Fields, header: GgufHeader, layers: range) -> RecurrentConfig:
+    heads = keys.count("ssm.time_step_rank")
+    return RecurrentConfig(
+        tuple(f"blk.{i}.ssm_a" in header.tensors for i in layers), keys.count("ssm.group_count"), heads,
+        keys.count("ssm.state_size"), keys.count("ssm.inner_size") // heads, keys.count("ssm.conv_kernel"),
     )  # fmt: skip
 
 

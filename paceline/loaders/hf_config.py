@@ -19,10 +19,13 @@ from paceline.models.layer import CLAMP, SLOPE
 
 FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv")
+# of its smallest models: embeddings for each layer, layers that read another's keys and values
+OF_GEMMA4 = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # attention over a compressed cache
 # Whose classes have biases where these keys ask for them: of q, k, v and o (of the first three alone in some,
 # and there in some always); of the MLP.
@@ -47,6 +50,17 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "max_position_embeddings": 131_072, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "sliding_window": 4_096, "sliding_window_pattern": 6,
+    },
+    "gemma4": {
+        "vocab_size": 262_144, "hidden_size": 2_304, "intermediate_size": 9_216, "num_hidden_layers": 30,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": True, "sliding_window": 512,
+        "hidden_size_per_layer_input": 256, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0,
+            },
+        },
     },
     "qwen3_5": {"num_key_value_heads": 4, **HYBRID},
     "qwen3_5_moe": {
@@ -104,9 +118,12 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES[name]
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
-    refused = *REFUSED, *(("use_sliding_window",) if family in EXPERT_FAMILIES else COUNTS)
+    refused = (
+        *(OF_GEMMA4 if family == "gemma4" else REFUSED),
+        *(("use_sliding_window",) if family in EXPERT_FAMILIES else COUNTS),
+    )
     keys.refuse_any(refused, "use a model without it")
-    names = ("gelu_pytorch_tanh", "gelu_tanh") if family == "gemma3" else ("silu", "swish")
+    names = ("gelu_pytorch_tanh", "gelu_tanh") if family in ("gemma3", "gemma4") else ("silu", "swish")
     for key in ("hidden_act", "hidden_activation"):
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
@@ -127,6 +144,8 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
 
 def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """What only configs of one family say."""
+    if family == "gemma4":
+        return _of_gemma4(keys, sizes)
     if family in ("gemma3", "olmo3"):  # layers with a window have rotary settings of their own
         local = keys.section("rope_parameters").section("sliding_attention")
         key = "rope_local_base_freq" if family == "gemma3" else "rope_theta"
@@ -151,6 +170,33 @@ def _own_settings(family: Family, keys: Fields, sizes: Mapping[str, Any]) -> dic
         found = {f"{ours}_scale": keys.number(f"{theirs}_multiplier", 1.0) for ours, theirs in scales.items()}
         return found | {"logits_scale": 1.0 / keys.number("logits_scaling", 1.0)}
     return {"qk_norm": keys.flag("use_qk_norm", False)} if family == "glm4_moe" else {}
+
+
+def _of_gemma4(keys: Fields, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without a window have heads of their own, as released files or as newer ones say it."""
+    if keys.get("use_bidirectional_attention") not in (None, "vision"):
+        raise keys.refuse("use_bidirectional_attention", "is not supported; use a model without it")
+    cap = keys.number("final_logit_softcapping") if keys.get("final_logit_softcapping") else 0.0
+    local = keys.section("rope_parameters").section("sliding_attention")
+    found: dict[str, Any] = {
+        "logits_cap": cap, "rope_local": _scaled_rope(local, local.number("rope_theta", 10_000.0), keys),
+        "global_head_dim": keys.count("global_head_dim"), "global_kv_heads": sizes["num_kv_heads"],
+    }  # fmt: skip
+    if keys.flag("attention_k_eq_v", False):
+        found["global_kv_heads"] = keys.count("num_global_key_value_heads", sizes["num_kv_heads"])
+    layers = keys.section("per_layer_config")
+    stated = [layers.section(key) for key in layers.values]
+    for own in stated:
+        if own.values != stated[0].values or own.values.keys() - {"head_dim", "num_key_value_heads"}:
+            raise keys.refuse("per_layer_config", "is not supported; use a model with two kinds of heads")
+        found["global_head_dim"] = own.count("head_dim", found["global_head_dim"])
+        found["global_kv_heads"] = own.count("num_key_value_heads", found["global_kv_heads"])
+    numbers = [
+        str(i) for i in range(sizes["num_layers"]) if not any(sizes.get("local_layers", ())[i : i + 1])
+    ]
+    if stated and sorted(layers.values) != sorted(numbers):
+        raise keys.refuse("per_layer_config", "is not of the layers with full attention; fetch it again")
+    return found
 
 
 def _biases(family: Family, keys: Fields) -> dict[str, bool]:
@@ -182,7 +228,7 @@ def layer_sizes(keys: Fields, default_theta: float = 10_000.0, *, turns_part: bo
     sizes["head_dim"] = keys.count("head_dim", sizes["hidden_size"] // heads or None)
     parameters, theta = _rope_parameters(keys, default_theta)
     partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial != 1.0 and parameters.get("rope_type") != "proportional":
         sizes["rotary_dim"] = int(sizes["head_dim"] * partial)
         if not (turns_part and 0 < sizes["rotary_dim"] < sizes["head_dim"]):
             known = f"only 1, and less for {', '.join(PARTLY_TURNED)}"
@@ -221,11 +267,13 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
         return ()
     if family in ("mistral", "ministral3", "phi3", "mixtral"):
         return (True,) * layers
-    asks, never = ("qwen2", "qwen3", "smollm3"), set(EXPERT_FAMILIES) - {"gpt_oss"}
+    asks, never = ("qwen2", "qwen3", "smollm3"), set(EXPERT_FAMILIES) - {"gpt_oss", "gemma4"}
     if family in never or (family in asks and not keys.flag("use_sliding_window", False)):
         return ()
     if (listed := _layers_of(keys, "sliding_attention")) is not None:
         return listed
+    if family == "gemma4":
+        return (*_but_last(6, layers)[:-1], False)
     if family in ("gemma3", "olmo3", "gpt_oss"):
         return _but_last(keys.count("sliding_window_pattern"), layers)
     if family == "smollm3":
@@ -253,6 +301,8 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "longrope" or parameters.get("long_factor"):  # phi's old names of it: su, yarn
         return _long_rope(parameters, theta, keys)
+    if kind == "proportional" and parameters.get("factor") is None:
+        return RopeConfig(theta, "proportional", parameters.number("partial_rotary_factor", 1.0))
     factor = parameters.number("factor")
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)

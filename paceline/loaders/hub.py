@@ -34,7 +34,7 @@ HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 HEADER_BYTES = (1 << 20, 1 << 23, 1 << 26)  # of a GGUF file, as long as its header needs more
 MAX_NAMED = 8  # names listed in an error
-MAX_NAME = 80  # characters of a name in an error
+MAX_NAME = 300  # characters of a name in an error: paths are to be whole
 VALID_NAMES = (
     "give a .gguf file, a folder with config.json and .safetensors, "
     f"{DEFAULT_MODEL!r}, or a Hugging Face name like org/model"

@@ -11,10 +11,11 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,8 @@ from paceline.loaders.gguf_parts import part_paths
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import BITS, BLOCK, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
+from paceline.models.shard import Shard
+from paceline.models.stage import SomeLayers
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
@@ -42,22 +45,47 @@ RECURRENT = {
 }
 DENSE = (*ATTENTION, "gate_up", "down")  # products of a layer without experts
 # how the names of what stays as it is end
-VECTORS = ("norm.weight", "self_attn.sinks", "correction_bias", "conv1d.weight", "dt_bias", "A_log")
+VECTORS = (
+    "norm.weight", "self_attn.sinks", "correction_bias", "conv1d.weight", "dt_bias", "A_log",
+    "per_expert_scale", "layer_scalar",
+)  # fmt: skip
+# products that a rank of several has some tiles of: the others are looked up, or small
+SPLIT = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "down", "head"))
 CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
 
 
-def load_packed(source: Checkpoint, bits: int) -> Tensors:
+def load_packed(source: Checkpoint | SomeLayers, bits: int) -> Tensors:
     """From the cache, or packed and put there. Float weights are too large to keep twice."""
     if bits == 32:
         return pack_model(source, bits)
+    if isinstance(source, SomeLayers):  # mapped whole: other stages' weights are never read
+        whole = load_packed(source.whole, bits)
+        return {name: whole[source.name_in_whole(name)] for name in expected(source.config, bits)}
     path = cache_path(source, bits)
     if (found := read(path, source.config, bits)) is not None:
         return found
     with contextlib.suppress(OSError):  # a full or read-only disk makes starts slower and takes memory
         write(path, expected(source.config, bits), packed_parts(source, bits))
     return read(path, source.config, bits) or pack_model(source, bits)
+
+
+def load_part(source: Checkpoint | SomeLayers, bits: int, shard: Shard) -> Tensors:
+    """The same of a rank: all has its place, and of products the rank's tiles alone are in memory. A file is
+    mapped, so other tiles are never read; floats are packed into pages that come when they are written."""
+    if bits < 32:
+        return load_packed(source, bits)
+    tensors = {}
+    for name, parts in packed_parts(source, bits):
+        tensors[name] = found = torch.cat(list(parts))
+        experts = source.config.experts if ".experts." in name else None
+        if name.endswith(SPLIT) and (experts is None or shard.is_by_expert):
+            pages = torch.frombuffer(mmap.mmap(-1, found.numel() * 4), dtype=torch.float32)
+            together = 1 if experts is None else len(found) // experts.count
+            own, tensors[name] = shard.of(len(found), together), pages.view(found.shape)
+            tensors[name][own] = found[own]
+    return tensors
 
 
 def cache_path(source: Checkpoint, bits: int) -> Path:
@@ -69,6 +97,12 @@ def cache_path(source: Checkpoint, bits: int) -> Path:
     version = hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.-]+", "_", model.stem if model.is_file() else model.name)[:80]
     return cache_dir() / "packed" / f"{stem}-{source.fingerprint[:12]}-{name}-{version}.safetensors"
+
+
+class Source(Protocol):
+    @property
+    def config(self) -> ModelConfig: ...
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor: ...
 
 
 class Product(NamedTuple):
@@ -95,8 +129,9 @@ def _products(config: ModelConfig, bits: int) -> Iterator[Product]:
         yield from _ffn(before + "experts.", before + "mlp.experts.", bits, *counts)
         if experts.shared_inner:
             yield from _ffn(before + "shared.", before + "mlp.shared_expert.", bits)
-    yield Product("embedding", ["embed_tokens"], head_bits(bits))
-    if not config.tie_embeddings:
+    if config.has_embedding:
+        yield Product("embedding", ["embed_tokens"], head_bits(bits))
+    if config.has_head and not config.tie_embeddings:
         yield Product("head", ["lm_head"], head_bits(bits))
 
 
@@ -120,30 +155,42 @@ def gated_order(count: int, num_kv_heads: int, dim: int) -> list[int]:
     return [row for part in (*heads[::2], rest, *heads[1::2]) for row in part]
 
 
-def pack_model(source: Checkpoint, bits: int) -> Tensors:
+def pack_model(source: Source, bits: int) -> Tensors:
     """All weights as the kernels read them, in memory."""
     return {name: torch.cat(list(parts)) for name, parts in packed_parts(source, bits)}
 
 
-def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
+def packed_parts(source: Source, bits: int) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
     """The same one after another, each in parts that follow each other: memory is that of one part."""
     names = source.config.weight_names()
     for name in names:
         if name.endswith(VECTORS):
             yield name, [source.tensor(name).float().contiguous()]
     for product in _products(source.config, bits):
-        to, parts, its_bits, num_experts, num_biases = product
-        found = [source.tensor(f"{part}.bias").float() for part in parts if f"{part}.bias" in names]
-        zeros = [torch.zeros(names[f"{part}.weight"][0] // num_experts) for part in parts]
-        bias = torch.cat([each.view(num_biases, -1) for each in found or zeros], 1)
-        if to.endswith("gate_up"):
-            bias = bias[:, gate_up_order(bias.shape[1] // 2)]
-        bias = bias.flatten()
-        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, product, names))
-        yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if its_bits == 32 else DOT_ROWS)))]
+        yield from _packed(source, product, names)
 
 
-def _rows(source: Checkpoint, product: Product, names: Shapes) -> Iterator[torch.Tensor]:
+def packed_ffn(source: Source, bits: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What follows attention alone, in memory."""
+    names = source.config.weight_names()
+    for product in _products(source.config, bits):
+        if ".mlp." in product.parts[0]:
+            yield from ((name, torch.cat(list(parts))) for name, parts in _packed(source, product, names))
+
+
+def _packed(source: Source, product: Product, names: Shapes) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
+    to, parts, its_bits, num_experts, num_biases = product
+    found = [source.tensor(f"{part}.bias").float() for part in parts if f"{part}.bias" in names]
+    zeros = [torch.zeros(names[f"{part}.weight"][0] // num_experts) for part in parts]
+    bias = torch.cat([each.view(num_biases, -1) for each in found or zeros], 1)
+    if to.endswith("gate_up"):
+        bias = bias[:, gate_up_order(bias.shape[1] // 2)]
+    bias = bias.flatten()
+    yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, product, names))
+    yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if its_bits == 32 else DOT_ROWS)))]
+
+
+def _rows(source: Source, product: Product, names: Shapes) -> Iterator[torch.Tensor]:
     """The rows that a product stacks, in the kernels' order, some at a time where they are many: gate and up
     side by side, expert by expert; q, k and v whole."""
     total, width = names[f"{product.parts[0]}.weight"]

@@ -17,19 +17,29 @@ from paceline.models.config import ModelConfig
 OTHERS = {
     "mlp.gate.weight": (
         "block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight", "mlp.router.weight",
+        "router.proj.weight",
     ),
     "mlp.gate.bias": ("mlp.router.bias",),
+    "mlp.gate.per_expert_scale": ("router.per_expert_scale",),
+    "mlp.router_norm.weight": ("router.scale",),
+    "mlp.experts_norm.weight": ("pre_feedforward_layernorm_2.weight",),
+    "mlp.shared_norm.weight": ("pre_feedforward_layernorm.weight",),
+    "mlp.after_experts_norm.weight": ("post_feedforward_layernorm_2.weight",),
+    "mlp.after_shared_norm.weight": ("post_feedforward_layernorm_1.weight",),
 }  # fmt: skip
 for _part in ("gate", "up", "down"):
-    OTHERS[f"mlp.shared_expert.{_part}_proj.weight"] = (f"mlp.shared_experts.{_part}_proj.weight",)
+    OTHERS[f"mlp.shared_expert.{_part}_proj.weight"] = tuple(
+        f"mlp.{where}{_part}_proj.weight" for where in ("shared_experts.", "")
+    )
 FUSED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
 }  # fmt: skip
 SHORT = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's
 # [experts, gate and up, hidden]
-JOINED = ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight")
-DOWN = ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight")  # [experts, hidden, inner]
+JOINED = ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight", "experts.gate_up_proj")
+# [experts, hidden, inner]
+DOWN = ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight", "experts.down_proj")
 
 
 class Part(NamedTuple):
@@ -76,6 +86,10 @@ def places_of(config: ModelConfig, found: Container[str], prefix: str, head: str
         layer, _, part = name.partition("mlp.experts.")
         of = _of_gpt_oss if config.family == "gpt_oss" else _of_experts
         places[name] = of(config, found, prefix + layer, part)
+    if config.family == "gemma4":  # layers without a window may have no v_proj: keys' product is values' too
+        for name in (name for name in weights if name.endswith("v_proj.weight")):
+            if names[name] not in found:
+                places[name] = places[name.replace("v_proj", "k_proj")]
     if config.family == "qwen3_next":
         places |= _mixed(config, prefix)
     return places
@@ -126,8 +140,9 @@ def _of_experts(config: ModelConfig, found: Container[str], layer: str, part: st
     if stacks:
         total, first = rows if part == "down" else 2 * rows, rows if part == "up" else 0
         return Place(stacks[:1], (experts.count, total, width), (range(first, first + rows),), is_stack=True)
-    short = f"{layer}block_sparse_moe.experts.{{}}.{SHORT[part]}.weight"
-    pattern = short if short.format(0) in found else f"{layer}mlp.experts.{{}}.{part}_proj.weight"
+    others = f"block_sparse_moe.experts.{{}}.{SHORT[part]}", f"experts.{{}}.{part}_proj"
+    known = [f"{layer}{other}.weight" for other in (*others, f"mlp.experts.{{}}.{part}_proj")]
+    pattern = next((each for each in known if each.format(0) in found), known[-1])
     names: list[str] = []
     while len(names) < experts.count and (not names or names[-1] in found):
         names.append(pattern.format(len(names)))

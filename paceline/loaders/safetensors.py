@@ -17,9 +17,11 @@ from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, rea
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.places import Part, places_of
 from paceline.loaders.quantized.formats import open_weights, plain_names, quantization_of
-from paceline.loaders.stored import TYPES, StoredTensor, read_tensor, tensors_of, weight_files
+from paceline.loaders.quantized.parts import KeepingReader
+from paceline.loaders.stored import TYPES, StoredTensor, read_part, tensors_of, weight_files
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
+from paceline.models.kept import Kept, stacked
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -66,19 +68,26 @@ class SafetensorsCheckpoint:
         if not parts:  # no rows are asked for
             return self.tensor(name, slice(1))[:0]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if name.endswith("mlp.router_norm.weight"):  # gemma 4
+            return weight * self.config.hidden_size**-0.5
         is_offset = self.config.family in OFFSET and name.endswith("norm.weight")
         return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
+
+    def kept(self, name: str, rows: slice = ALL) -> Kept | None:
+        """The same as the files have it, where all of it is in FP8 or MXFP4."""
+        found = list[Kept]()
+        for part in self._places[name].parts(rows):
+            reader = self._readers.get(part.tensor)
+            span = slice(part.rows.start, part.rows.stop)
+            if not isinstance(reader, KeepingReader) or (kept := reader.kept(span)) is None:
+                return None
+            found.append(kept)
+        return stacked(found) if found else None
 
     def _read(self, part: Part) -> torch.Tensor:
         if (reader := self._readers.get(part.tensor)) is not None:
             return reader(slice(part.rows.start, part.rows.stop))
-        stored, span = self.stored[part.tensor], slice(part.rows.start, part.rows[-1] + 1)
-        if part.matrix is None:
-            is_whole = span == slice(0, stored.shape[0])
-            return read_tensor(stored.file, part.tensor, ALL if is_whole else span)
-        index = slice(part.matrix, part.matrix + 1), *([ALL] if part.is_transposed else []), span
-        matrix = read_tensor(stored.file, part.tensor, *index)[0]
-        return (matrix.T if part.is_transposed else matrix)[:: part.rows.step].contiguous()
+        return read_part(self.stored[part.tensor], part)
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import ALL, read_fields
+from paceline.loaders.places import Part
 
 TYPES = ("F32", "F16", "BF16", "F64")  # of plain weights
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -69,3 +70,13 @@ def read_tensor(file: Path, name: str, *index: int | slice) -> torch.Tensor:
             return opened.get_tensor(name) if is_whole else opened.get_slice(name)[index]
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error
+
+
+def read_part(stored: StoredTensor, part: Part) -> torch.Tensor:
+    """Some rows of a tensor, or of a matrix of a stack."""
+    span = slice(part.rows.start, part.rows[-1] + 1)
+    if part.matrix is None:
+        return read_tensor(stored.file, part.tensor, ALL if span == slice(0, stored.shape[0]) else span)
+    index = slice(part.matrix, part.matrix + 1), *([ALL] if part.is_transposed else []), span
+    matrix = read_tensor(stored.file, part.tensor, *index)[0]
+    return (matrix.T if part.is_transposed else matrix)[:: part.rows.step].contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import mean, median
 from typing import Any
 
@@ -33,6 +34,7 @@ from paceline.runtime.backend import resolve
 WARM_UPS = 2  # warm waves before any counts: in them the policy finds out which drafters are worth asking
 FEWEST_REQUESTS = 24  # of the waves of a level together
 CONTEXT, PROMPT = 1536, 1000  # most tokens of a request, and of its prompt
+SYNTHETIC = "synthetic"
 PEER, HEAD, DRAFTED = "vllm", "eagle", 3  # tokens that the peer's head drafts
 COLD = {"load": "{load_s:.1f}", "tok/s": "{tokens_per_s:,.1f}", "ratio": "{ratio:.2f}"}
 COLD |= {"steady": "{steady_tokens_per_s:,.1f}", "median": "{median_s:.3f}", "worst": "{worst_s:.3f}"}
@@ -47,7 +49,8 @@ Waves = dict[int, list[Any]]  # by requests at once, wave by wave: the prompts' 
 class Run:
     def __init__(self, asked: Batch) -> None:
         self.asked, self.prompts, self.device = asked, chosen(asked.prompts, None), resolve(asked.device).type
-        self.rows = {name: Row(OURS, asked.dtype, name) for name in rows_of(asked.rows)}
+        self.rows = {name: Row(OURS, asked.dtype, name) for name in rows_of(asked.rows, not asked.cold)}
+        self.acceptance = _rates(asked.acceptance)
         levels, extra = sizes_of("--concurrency", asked.concurrency), 0 if asked.cold else WARM_UPS
         self.num_waves = {level: max(asked.waves, FEWEST_REQUESTS // level) + extra for level in levels}
         if PEER in names_of("--peers", asked.peers, ("none", PEER)):
@@ -81,8 +84,13 @@ class Run:
 
     def _level(self, llm: LLM, level: int, waves: list[list[list[int]]], tell: Tell) -> Record:
         # New engines for each level: an answer given before would be known when its prompt comes again.
-        engines = {row: engine_of(llm, row) for row in self.rows}
         params = SamplingParams(temperature=0, max_tokens=self.asked.max_new_tokens, ignore_eos=True)
+        engines, more = {}, {"acceptance": self.acceptance}
+        for row in self.rows:
+            is_synthetic = row.partition("/")[0] == SYNTHETIC
+            engines[row] = engine_of(llm, row, **(more if is_synthetic else {}))
+            for texts in waves if is_synthetic else ():  # it drafts answers that it has heard
+                wave(engines[row], [llm._intake.requests(ids, params)[0] for ids in texts])
         counted: list[dict[str, float]] = []  # speeds of a wave, by row
         different, before = 0, llm.engine.executor.backend.num_recordings
         for number, texts in enumerate(waves):
@@ -148,6 +156,15 @@ class Run:
                 answers.setdefault(level, []).append(worker.ask("wave", seconds, prompts=prompts))
                 tell(f"{row}: {level} requests", 1)
         return load_s, answers
+
+
+def _rates(text: str) -> list[float]:
+    """--acceptance"""
+    with suppress(ValueError):
+        rates = [float(each) for each in text.split(",")]
+        if all(0 <= rate <= 1 for rate in rates):
+            return rates
+    raise ConfigError(f"--acceptance is {text!r:.60}; give numbers from 0 to 1 with commas, such as 0.8,0.7")
 
 
 def wave(engine: Engine, requests: list[Request]) -> tuple[float, list[list[int]]]:

@@ -16,9 +16,7 @@ from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import MULTIPLE
 from paceline.cpu.value_tiles import LONGEST
-from paceline.drafters.registry import FOLDER, SHIPPED, shipped_folder
-from paceline.loaders.checkpoint import CONFIG
-from paceline.loaders.fields import read_json
+from paceline.drafters.registry import FOLDER, SHIPPED, head_folder, is_alike
 from paceline.loaders.find import MTP_KEYS, Found, find
 from paceline.loaders.packed import expected
 from paceline.loaders.tokenizer import Tokenizer
@@ -26,7 +24,7 @@ from paceline.measure.results import Table, table_of
 from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import BITS
-from paceline.runtime.backend import free_memory, resolve
+from paceline.runtime.backend import free_memory, resolve, weight_bytes
 
 LEAST = 4 * BLOCK_SIZE  # tokens of a context that is of any use
 STATES = 3  # versions of recurrent states that one request needs: before a pass, after it, after a draft
@@ -37,7 +35,7 @@ COLUMNS |= {"whole context": "{kv:,.2f} GB", "free here": "{free:,.2f} GB", "lon
 def report_of(model: str) -> dict[str, Any]:
     found = find(model)
     config, problems = found.config, list(found.problems)
-    needs = [] if config is None else [_need(config, *form) for form in _forms()]
+    needs = [] if config is None else [_need(config, *form) for form in _forms(found)]
     if config is not None and resolve("auto").type == "cpu":
         wide = {"head": config.head_dim, "hidden": config.hidden_size, "MLP": config.intermediate_size}
         said = f"on a CPU it needs kernels='torch': widths must be multiples of {MULTIPLE}"
@@ -69,20 +67,23 @@ def _architecture(found: Found) -> str | None:
     return name if isinstance(name, str) else found.config.family if found.config is not None else None
 
 
-def _forms() -> list[tuple[str, str, KvFormat, torch.device | None]]:
-    """Device, type of the weights, K/V format, and where memory is free; None: there is no such device."""
+def _forms(found: Found) -> list[tuple[str, str, KvFormat, torch.device | None]]:
+    """-> device, type of the weights, K/V format, and where memory is free; None: there is no such device."""
     cpu, kept = torch.device("cpu"), torch.bfloat16
     gpu = place if (place := resolve("auto")) != cpu else None
     formats = {dtype: CpuBackend().kv_format(dtype, "auto") for dtype in ("int8", "int4", "float32")}
     forms = [("CPU", dtype, its_format, cpu) for dtype, its_format in formats.items()]
-    return [*forms, ("GPU", "bfloat16", KvFormat(kept, kept), gpu)]
+    kinds = {"MXFP4": "mxfp4", "mxfp4-pack": "mxfp4", "FP8": "fp8", "float-quantized": "fp8"}  # of folders
+    stored = "" if found.kind == "gguf" else found.quantization or ""
+    dtype = next((dtype for text, dtype in kinds.items() if text in stored), "bfloat16")
+    return [*forms, ("GPU", dtype, KvFormat(kept, kept), gpu)]
 
 
 def _need(
     config: ModelConfig, device: str, dtype: str, kept: KvFormat, place: torch.device | None
 ) -> dict[str, Any]:
     """Gigabytes of weights, recurrent states and K/V; `longest`: tokens that then fit, 0 for none."""
-    weights = sum(map(math.prod, config.weight_names().values())) * (4 if dtype == "float32" else 2)
+    weights = weight_bytes(config, dtype)
     if dtype in ("int8", "int4"):
         kinds = expected(config, BITS[dtype]).values()
         weights = sum(kind.itemsize * math.prod(shape) for kind, shape in kinds)
@@ -109,22 +110,15 @@ def _drafts(found: Found) -> list[str]:
     drafts = ["suffix and ngram: text looked up, always", "early_exit and quantized: the model itself"]
     for section in (found.values, found.values.section("text_config")):
         layers = [(key, section.get(key)) for key in MTP_KEYS]
-        drafts += [f"mtp: {key} = {count}, read where its layer is dense" for key, count in layers if count]
-    alike = [kind for kind in SHIPPED if found.config is not None and _is_alike(kind, found.config)]
+        drafts += [f"mtp: {key} = {count}, read from safetensors" for key, count in layers if count]
     if found.checkpoint is None:
+        shape = found.config
+        alike = [kind for kind in SHIPPED if shape is not None and is_alike(FOLDER / kind, shape)]
         return [*drafts, *(f"{kind}: a head ships, if it was trained on these weights" for kind in alike)]
-    for kind in alike:
+    for kind in SHIPPED:
         with contextlib.suppress(ConfigError):
-            shipped_folder(kind, found.checkpoint)
-            drafts.append(f"{kind}: the head that ships for it")
+            drafts.append(f"{kind}: the head in {head_folder(kind, found.checkpoint)}")
     return drafts
-
-
-def _is_alike(kind: str, config: ModelConfig) -> bool:
-    """Whether a shipped head has the model's sizes; that it is for its weights, only they can tell."""
-    values = read_json(FOLDER / kind / CONFIG)
-    sizes = [values.get(name) for name in ("vocab_size", "hidden_size", "target_layers")]
-    return sizes == [config.vocab_size, config.hidden_size, config.num_layers]
 
 
 def _texts(found: Found, problems: list[str]) -> tuple[bool | None, bool | None]:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.drafters.registry import SMALLER
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.gguf_parts import main_type
 from paceline.measure import rows as planning
@@ -93,7 +94,7 @@ class Run:
             return {"model": str(gguf_file(checkpoint, row.variant.removesuffix(RAW), tell))}
         if row.peer != OURS:
             return {"model": str(hf_folder(checkpoint, tell))}
-        model = {"model": self.asked.draft_model} if row.method == "draft_model" else {}
+        model = {"model": self.asked.draft_model} if row.method in SMALLER else {}
         given = {"speculative_config": speculation_of(row.method, **model), "dtype": row.variant}
         return {"model": self.asked.model, "more": given}
 

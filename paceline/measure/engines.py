@@ -30,32 +30,36 @@ FREE = "auto-free"  # auto without a learned head
 NAMED: dict[str, Any] = {PLAIN: None, AUTO: AUTO, FREE: {"method": AUTO, "head": False}}
 
 
-def rows_of(text: str) -> list[str]:
+def rows_of(text: str, has_synthetic: bool = False) -> list[str]:
     """--rows: plain first, always, since all speedups are against it."""
-    names, known = names_of("--rows", text), [PLAIN, AUTO, FREE, *registry.DRAFTERS]
+    drafters = [*registry.DRAFTERS, *(registry.FOR_BENCHMARKS if has_synthetic else ())]
+    names, known = names_of("--rows", text), [PLAIN, AUTO, FREE, *drafters]
     for name in names:
         method, slash, length = name.partition("/")
         if method not in known:
             raise ConfigError(f"--rows holds {name!r}; {nearest(method, known)}")
-        if slash and (method not in registry.DRAFTERS or not length.isdecimal() or not int(length)):
+        sizes = length.split("x")  # a tree's: width, depth and nodes
+        is_valid = len(sizes) in (1, 3) and all(size.isdecimal() and int(size) for size in sizes)
+        if slash and (method not in drafters or not is_valid):
             raise ConfigError(f"--rows holds {name!r}; write a drafter and its length, such as suffix/4")
     return list(dict.fromkeys([PLAIN, *names]))
 
 
 def load_model(asked: Loaded, **more: Any) -> LLM:
     """The model that the options name."""
-    names = ("model", "dtype", "device", "exact", "load_format")
+    sizes = "tensor_parallel_size", "pipeline_parallel_size"
+    names = ("model", "dtype", "device", "exact", *sizes, "load_format")
     return LLM(**{name: getattr(asked, name) for name in names}, **more)
 
 
-def engine_of(llm: LLM, row: str) -> Engine:
-    """A new engine for a row."""
+def engine_of(llm: LLM, row: str, **more: Any) -> Engine:
+    """A new engine for a row. more: of its speculative_config."""
     if row == PLAIN:
         return engine_with(llm, None, 0)
     if row in (AUTO, FREE):
         costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
         return auto_engine(llm, costs, has_head=row == AUTO)
-    options: Any = speculation_of(row)
+    options: Any = speculation_of(row, **more)
     return engine_with(llm, drafter_of(llm, options), options["num_speculative_tokens"])
 
 
@@ -65,6 +69,9 @@ def speculation_of(row: str, **more: Any) -> dict[str, Any] | str | None:
     if row in NAMED:
         return NAMED[row]
     options = {"method": method, **more}
+    if "x" in length:
+        width, depth, nodes = map(int, length.split("x"))
+        return {**options, "tree_width": width, "tree_depth": depth, "num_speculative_tokens": nodes}
     most = int(length) if length else registry.parse(options)[1].num_speculative_tokens
     return {**options, "num_speculative_tokens": most}
 
@@ -83,14 +90,14 @@ def engine_with(llm: LLM, drafter: Any, most: int) -> Engine:
 def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     """As `LLM` makes it by default, without what a profile on disk knows of its drafters."""
     executor, config = llm.engine.executor, llm.engine.config
-    head = registry.shipped_head(llm.checkpoint, has_head)
+    head = registry.head_for(llm.checkpoint, has_head)
     options = [registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
     costs = CostTable(**costs.to_json())  # without what was learned since
-    backend, has_trees = executor.backend, executor.decoder.checks_trees
+    backend = executor.backend
     limits: dict[str, Any] = {"most_requests": backend.most_drafted, "most_matched": backend.most_matched}
-    policy = AutoPolicy(drafters, costs, most_nodes=most, has_trees=has_trees, **limits)
+    policy = AutoPolicy(drafters, costs, most_nodes=most, **limits)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 

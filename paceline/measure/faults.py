@@ -1,9 +1,9 @@
 """`paceline bench soak --faults N`: clients that vanish at every stage, bodies that are not what they should
 be, slow ones, bursts, hard grammars (faults_wire.py); an engine that is stopped, hung, killed, without memory
-or without a disk (faults_engine.py); files that are cut, changed or too large for the disk (faults_files.py);
-many at once. Invariant: a fault is made from a seed and a number, and each kind comes at least once. Every
-request is answered, refused in words, or was left by its own client; what is none of these is lost, and a
-fault in the server.
+or without a disk (faults_engine.py); its ranks, killed, stopped, slow or torn off (faults_ranks.py); files
+that are cut, changed or too large for the disk (faults_files.py); many at once. Invariant: a fault is made
+from a seed and a number, and each kind comes at least once. Every request is answered, refused in words, or
+was left by its own client; what is none of these is lost, and a fault in the server.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from paceline.measure.endpoint import Endpoint
 from paceline.measure.faults_engine import on_a_full_disk, paused, ready, signalled, starved
 from paceline.measure.faults_files import ANSWERED, LEFT, LOST, REFUSED, Files
+from paceline.measure.faults_ranks import has_ranks, killed, on_a_rank, slow, stopped, torn
 from paceline.measure.faults_wire import BODY_TIMEOUT_S, HARD, Fault, bad_body
 
 BURST = 24
@@ -43,8 +44,8 @@ def _length(fault: Fault) -> Awaitable[str]:
     return fault.sent(fault.head(wrong) + body)
 
 
-def _pieces(data: bytes, num: int = 5) -> list[bytes]:
-    size = -(-len(data) // num)
+def _pieces(data: bytes) -> list[bytes]:
+    size = -(-len(data) // 5)
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
@@ -82,13 +83,23 @@ KINDS = {
     "nothing": Kind(10, lambda f: f.sent(f.message())),
 }
 
+# Where the server has ranks, and often: each costs a start of the engine, but for a slow one.
+RANKS = {
+    "rank killed": Kind(8, on_a_rank(killed, True)),
+    "rank stopped": Kind(1, on_a_rank(stopped, True)),
+    "rank slow": Kind(8, on_a_rank(slow, False)),
+    "rank torn off": Kind(8, on_a_rank(torn, True)),
+}
+
 
 async def rage(
     endpoint: Endpoint, model: str, count: int, clients: int, seed: int, tell: Callable[[str], None]
 ) -> Counts:
     """So many faults, some at the same time; by kind what became of the requests."""
-    source = random.Random(seed)
-    names = [*KINDS, *source.choices(list(KINDS), [kind.weight for kind in KINDS.values()], k=count)][:count]
+    source, kinds = random.Random(seed), KINDS
+    if await has_ranks(endpoint):  # the limit that stands for a full disk forbids what ranks share, too
+        kinds = {name: kind for name, kind in {**RANKS, **KINDS}.items() if name != "a full disk"}
+    names = [*kinds, *source.choices(list(kinds), [kind.weight for kind in kinds.values()], k=count)][:count]
     source.shuffle(names)
     counts: Counts = {name: Counter() for name in names}
     polling, hurting = asyncio.Lock(), asyncio.Lock()  # a hundred that poll would slow an engine's start
@@ -99,9 +110,9 @@ async def rage(
         if fault.source.random() < 0.8:  # most find a server that would answer
             async with polling:
                 await ready(endpoint)
-        found = await KINDS[name].act(fault)
+        found = await kinds[name].act(fault)
         for one in [found] if isinstance(found, str) else found:
-            is_usual = one in KINDS[name].allowed
+            is_usual = one in kinds[name].allowed
             counts[name][one if is_usual else LOST] += 1
             if not is_usual:
                 counts[name][f"{number}: {one}"] += 1
@@ -111,7 +122,7 @@ async def rage(
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Files(model, Path(folder))) as files:
         async with asyncio.TaskGroup() as group:
             for number, name in enumerate(names):
-                gate = gates[KINDS[name].only_waits]
+                gate = gates[kinds[name].only_waits]
                 await gate.acquire()
                 group.create_task(one(number, name, files, gate))
     return counts

@@ -40,7 +40,7 @@ async def hurt(fault: Fault, act: Callable[[int], Awaitable[None]]) -> str:
     async with fault.hurting:
         asking = asyncio.create_task(fault.sent(fault.message(stream=True, max_tokens=200)))
         await asyncio.sleep(fault.source.random() * 0.3)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, KeyError):
             await act(await engine_pid(fault.endpoint))
         found = await asking
         await ready(fault.endpoint)
@@ -78,7 +78,7 @@ async def on_a_full_disk(fault: Fault) -> str:
     """The engine is killed, and the next one and the server's log have no room on any disk."""
 
     async def act(pid: int) -> None:
-        server = dict(_parents())[pid]
+        server = dict(parents_of_all())[pid]
         with limited(server, resource.RLIMIT_FSIZE, 0):
             os.kill(pid, signal.SIGKILL)
             while (now := await engine_pid(fault.endpoint)) == pid:
@@ -91,9 +91,11 @@ async def on_a_full_disk(fault: Fault) -> str:
 
 @contextlib.contextmanager
 def limited(pid: int, what: int, most: int) -> Iterator[None]:
-    """A process with a limit, which is what it was afterwards."""
-    before = resource.prlimit(pid, what)
-    resource.prlimit(pid, what, (most, before[1]))
+    """A process with a limit, which is what it was afterwards; one that has ended needs none."""
+    before = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    with contextlib.suppress(ProcessLookupError):
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (most, before[1]))
     try:
         yield
     finally:
@@ -108,13 +110,15 @@ def lift(pid: int, what: int) -> None:
 
 def _data_bytes(pid: int) -> int:
     """What a limit on data counts."""
-    found = re.search(r"^VmData:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return int(found[1]) * 1024 if found is not None else 0
+    with contextlib.suppress(OSError):  # it has just ended
+        if found := re.search(r"^VmData:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M):
+            return int(found[1]) * 1024
+    return 0
 
 
 def descendants(pid: int) -> set[int]:
     """All processes below this one."""
-    parents = dict(_parents())
+    parents = dict(parents_of_all())
     below, found = {pid}, set[int]()
     while below:
         below = {child for child, parent in parents.items() if parent in below}
@@ -122,17 +126,22 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def _parents() -> Iterator[tuple[int, int]]:
+def parents_of_all() -> Iterator[tuple[int, int]]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             yield int(path.parent.name), int(path.read_text().rsplit(")", 1)[1].split()[1])
 
 
+def is_there(pid: int) -> bool:
+    """One that has ended and was not waited for has no command any more."""
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
+
+
 async def gone(pids: set[int], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
-    while any(
-        Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids
-    ):
+    while any(map(is_there, pids)):
         if time.monotonic() > end:
             return False
         await asyncio.sleep(0.1)

@@ -98,9 +98,8 @@ class Case:
                     ask.params["logit_bias"] = {int(token): value for token, value in bias.items()}
             return Case(found["engine"], found["num_spare"], tuple(asks))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"the case cannot be read ({error}); give a file that --fuzz has saved"
-            ) from None
+            what = f"the case cannot be read ({error})"
+            raise ConfigError(f"{what}; give a file that --fuzz has saved") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +133,8 @@ class Maker:
         config = source.choice(self.configs)
         if config is None or config["method"] == "auto":
             return config
-        chosen = {
-            k: source.choice(v) for k, v in CHOICES.get(config["method"], {}).items() if source.random() < 0.4
-        }
+        known = CHOICES.get(config["method"], {})
+        chosen = {name: source.choice(v) for name, v in known.items() if source.random() < 0.4}
         if source.random() < 0.7:  # else the policy says how many pay
             chosen["num_speculative_tokens"] = source.choice((1, 2, 3, 5, 8, 16))
         return {**config, **chosen}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import timeit
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -20,8 +22,9 @@ from numba import prange, types
 from paceline.cpu.compile import VARIANT
 from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats, instruction
 from paceline.cpu.matmul import WIDTH
-from paceline.cpu.sync import num_threads
-from paceline.measure.roofline import THIS, Hardware
+from paceline.cpu.sync import GROUP_NAP, NAP, SPINS, cross, num_threads
+from paceline.cpu.sync import TURNS as SPINNING
+from paceline.measure.roofline import THIS, Hardware, Link
 
 BUFFER_BYTES = 512 * 2**20
 LINE = 64
@@ -30,6 +33,9 @@ WEIGHTS, INPUTS = 2, 6  # registers of the dot products: every pair is a sum of 
 FLOAT_SUMS = (6, 12)  # sums of sixteen lanes, which suit 32 registers of four lanes and 32 of sixteen
 TURNS = 4_000_000
 RUNS = 15
+# Of ranks that share memory (cpu/layer.py): barriers of a layer, for each of its exchanges (layout.py).
+BARRIERS = 9 / 4
+MEETINGS, WORDS = 200, 8_192  # barriers that are timed, and numbers that are exchanged at each of them
 COPIED_BYTES, SIDE = 2**31, 8192  # on a GPU
 
 
@@ -116,6 +122,39 @@ def measure() -> Hardware:
     floating = max(turns * LANES * n / seconds for n, seconds in times.items())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Hardware(THIS, bandwidth, floating, floating, memory, ints, threads)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _meet(group, own, other, words, turns):  # type: ignore[no-untyped-def]
+    """One of two ranks: write some numbers, meet the other, read what it has written."""
+    total = 0
+    for turn in range(turns):
+        for i in range(words):
+            own[i] = turn + i
+        cross(group, 2)
+        for i in range(words):
+            total += other[i]
+        cross(group, 2)
+    return total
+
+
+def measure_ranks(machine: Hardware) -> Hardware:
+    """With what one thread reads while others rest, and what ranks that share memory need to meet."""
+    share, out = BUFFER_BYTES // 4096 * 4096, np.zeros(1, np.int32)
+    buffer, read = np.ones(BUFFER_BYTES // 8, np.int64), _over_threads(_reading)
+    at, lines = buffer.ctypes.data, share // (LINE * LINES_A_TURN)
+    lone = share / _fastest(lambda: read(at, share, lines, out, 1))
+    words, rows = np.zeros(512, np.int64), np.zeros((2, WORDS), np.int64)
+    words[SPINNING // 8], words[NAP // 8 + 1], group = SPINS, GROUP_NAP, words.ctypes.data
+
+    def seconds(count: int) -> float:
+        with ThreadPoolExecutor(2) as pool:
+            return _fastest(lambda: [*pool.map(lambda own: _meet(
+                group, rows[own], rows[1 - own], count, MEETINGS), (0, 1))]) / MEETINGS  # fmt: skip
+
+    meeting = seconds(0)
+    bandwidth = rows[0].nbytes / max(seconds(WORDS) - meeting, 1e-9)
+    return replace(machine, lone_bandwidth=lone, link=Link(bandwidth, BARRIERS * meeting / 2))
 
 
 def of_device(device: torch.device) -> Hardware:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.registry import shipped_folder
+from paceline.drafters.registry import head_folder
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.gguf_parts import main_type, read_parts
@@ -99,7 +99,7 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell) -> Path:
 
 def vllm_head(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
     """The shipped head of this kind as vLLM reads it; an error where none is shipped for the model."""
-    head = open_head(shipped_folder(kind, checkpoint), checkpoint, (kind,))
+    head = open_head(head_folder(kind, checkpoint), checkpoint, (kind,))
     write = partial(export_head, head, checkpoint, "vllm", verifier=checkpoint.name)
     return _made(checkpoint, f"vllm-{kind}", tell, write)
 

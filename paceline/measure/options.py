@@ -15,13 +15,18 @@ PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, .jsonl.gz or .txt) in
 DRAFT_MODEL_HELP = "The smaller model of --method draft_model, or a head's folder."
 ROWS_HELP = """Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned \
 head), or a drafter; eagle/5 always drafts five tokens."""
+ACCEPTANCE_HELP = """Of a row synthetic/K, whose drafts cost nothing: how often a drafted token is right, by \
+its place, such as 0.8,0.7."""
+FIT_HELP = """First look for the form of --draft-model that gains most: its dtype, and layers that it can do \
+without."""
 JSON_HELP = "Also write the report here, with machine, versions and command."
 LIMIT_HELP = "At most this many prompts of each task."
 TOKENS_HELP = "Most tokens of an answer."
-SHAPE_HELP = "A model, a config.json, or a shape: llama-8b, smollm2-135m, qwen3-30b-a3b. No weights are read."
+SHAPE_HELP = """A model, a config.json, or a shape: llama-8b, llama-70b, smollm2-135m, qwen3-30b-a3b. No \
+weights are read."""
 SERVER_HELP = "Further options of `paceline serve`, in one text."
 MAIN, LOAD, REQUESTS, REPORT, PEERS = "Options", "Load", "Requests", "Report", "Beside llama.cpp"
-HARDWARE, DRAFTS = "Hardware", "Drafts"
+HARDWARE, DRAFTS, LAYOUT = "Hardware", "Drafts", "Several devices"
 
 
 def same(name: str) -> Any:
@@ -43,6 +48,8 @@ class Loaded(Report):
     device: str = same("device")
     dtype: str = same("dtype")
     exact: bool = same("exact")
+    tensor_parallel_size: int = same("tensor_parallel_size")
+    pipeline_parallel_size: int = same("pipeline_parallel_size")
     load_format: str = same("load_format")
 
 
@@ -102,6 +109,7 @@ class Batch(Loaded):
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     concurrency: str = option("1,2,4,8,16,32", MAIN, "Requests at once, separated by commas.")
     rows: str = option("plain,auto-free,auto,suffix/4", MAIN, ROWS_HELP)
+    acceptance: str = option("0.8", MAIN, ACCEPTANCE_HELP)
     max_new_tokens: int = option(64, MAIN, "Tokens of each answer.", min=2)
     waves: int = option(4, MAIN, "Waves that count at each number of requests; small ones take more.", min=1)
     cold: bool = option(False, MAIN, "A fresh process for each row; everything from loading on counts.")
@@ -205,7 +213,9 @@ class Soak(Report):
 
       paceline bench soak kills --count 20 --clients 16
 
-      paceline bench soak --faults 200 --seed 1"""
+      paceline bench soak --faults 200 --seed 1
+
+      paceline bench soak --faults 1000 --server-options '-tp 2'"""
 
     what: str = option("load", MAIN, "load, disconnects, kills, faults or sigterm.", is_argument=True)
     faults: int | None = option(None, MAIN, "That many random faults, of every kind.", min=1)
@@ -222,10 +232,11 @@ class Tables:
     """Rewrite the tables of documents from the results they name.
 
     Between the lines <!-- table:NAME --> and <!-- end --> goes the table of docs/results/NAME.json, with the
-    command and the machine it is from; <!-- table:NAME 2 --> is its second table."""
+    command and the machine it is from; <!-- table:NAME 2 --> is its second table. <!-- plan:{OPTIONS} --> is
+    what `paceline plan` says of layouts, its options as JSON."""
 
     results: Path = option(Path("docs/results"), MAIN, "The folder of the results.")
-    files: str = option("README.md,docs/results.md", MAIN, "Documents, separated by commas.")
+    files: str = option("README.md,docs/results.md,docs/scale.md", MAIN, "Documents, with commas.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +258,7 @@ class Tune(Loaded):
     limit: int | None = option(None, MAIN, LIMIT_HELP + " Left out: about six in all.", min=1)
     methods: str = option("ngram,suffix,lookahead,early_exit,quantized", MAIN, "Drafters, with commas.")
     draft_model: str | None = option(None, MAIN, DRAFT_MODEL_HELP)
+    fit_draft: bool = option(False, MAIN, FIT_HELP)
     k: tuple[int, ...] = option((), MAIN, "Tokens drafted a step; may be repeated.", "-k")
     max_tokens: int = option(32, MAIN, TOKENS_HELP, min=16)
     seconds: float = option(150, MAIN, "Begin no further prompt when the work would take longer.", min=1)
@@ -265,7 +277,11 @@ class Paper:
 
       paceline plan llama-8b --hardware h200 --draft smollm2-135m --budget 1e18 --plot speedup.png
 
-      paceline plan ./config.json --bandwidth 2000 --flops 300 --memory 80 --batch 8 --alpha 0.7 -k 4"""
+      paceline plan ./config.json --bandwidth 2000 --flops 300 --memory 80 --batch 8 --alpha 0.7 -k 4
+
+    With --devices it compares layouts: tensor, pipeline and expert parallelism and replicas.
+
+      paceline plan llama-70b --hardware h200 --devices 16 --nodes 2 --batch 64 --context 4096"""
 
     model: str = option("default", MAIN, SHAPE_HELP, is_argument=True)
     hardware: str | None = option(None, HARDWARE, "h200, h100, a100, rtx4090, l4, m2; this: measured.")
@@ -280,5 +296,13 @@ class Paper:
     alpha: tuple[float, ...] = option((), DRAFTS, "Chance that a drafted token is accepted.")
     k: tuple[int, ...] = option((), DRAFTS, "Tokens drafted a step.", "-k")
     budget: float | None = option(None, DRAFTS, "FLOPs to train a drafter with, such as 1e18.")
+    devices: int | None = option(None, LAYOUT, "Compare the layouts of so many devices.", min=1)
+    nodes: int = option(1, LAYOUT, "Machines that they are in.", min=1)
+    tensor_parallel_size: int | None = option(None, LAYOUT, "This one; left out: any.", "-tp", min=1)
+    pipeline_parallel_size: int | None = option(None, LAYOUT, "This one; left out: any.", "-pp", min=1)
+    enable_expert_parallel: bool = option(False, LAYOUT, "Whole experts on ranks; left out: either.")
+    link: float | None = option(None, LAYOUT, "GB/s one way between devices of a node.")
+    network: float | None = option(None, LAYOUT, "GB/s one way between nodes, for each device.")
+    measured: float | None = option(None, LAYOUT, "ms that a pass over one token takes on one device.")
     plot: Path | None = option(None, MAIN, "Draw speedup over K into this PNG file.")
     json: bool = option(False, MAIN, "Print JSON on stdout instead of text.")

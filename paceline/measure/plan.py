@@ -10,10 +10,10 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.loaders.checkpoint import describe
-from paceline.measure import roofline
+from paceline.measure import layout, roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of
-from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, training
+from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, Link, training
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -64,15 +64,21 @@ def report_of(asked: Paper) -> dict[str, Any]:
         "break_even_alpha": dict(zip(ks, edges, strict=True)),
         "memory": _memory(target, draft),
         "training": training(asked.budget, target) if asked.budget is not None else None,
+        "layouts": layout.report_of(asked, target, draft) if _has_layouts(asked) else None,
     }
+
+
+def _has_layouts(asked: Paper) -> bool:
+    return any((asked.devices, asked.tensor_parallel_size, asked.pipeline_parallel_size))
 
 
 def _machine(asked: Paper) -> Hardware:
     """The one that is named, or this one; the user's own figures, in GB/s, TFLOP/s and GB, replace its."""
     given = {"--bandwidth": asked.bandwidth, "--flops": asked.flops, "--memory": asked.memory}
-    for option, value in given.items():
+    more = {"--link": asked.link, "--network": asked.network, "--measured": asked.measured}
+    for option, value in (given | more).items():
         is_ok = value is None or 0 < value < 1e9
-        require(is_ok, option, value, "give a positive number (GB/s, TFLOP/s or GB)")
+        require(is_ok, option, value, "give a positive number (GB/s, TFLOP/s, GB or ms)")
     missing = [option for option, value in given.items() if value is None]
     if asked.hardware is None and 0 < len(missing) < len(given):
         remedy = "give all of --bandwidth, --flops and --memory, or name --hardware as well"
@@ -93,8 +99,20 @@ def _machine(asked: Paper) -> Hardware:
         machine = replace(machine, half_flops=flops, float_flops=flops, int8_flops=None)
     if asked.memory is not None:
         machine = replace(machine, memory=asked.memory * roofline.GB)
+    if name == THIS and _has_layouts(asked):
+        from paceline.measure.limits import measure_ranks
+
+        machine = measure_ranks(machine)
+    machine = replace(
+        machine, link=_link(asked.link, machine.link), network=_link(asked.network, machine.network)
+    )
     is_changed = asked.hardware is not None and len(missing) < len(given)
     return replace(machine, name=f"{machine.name}, changed") if is_changed else machine
+
+
+def _link(given: float | None, known: Link | None) -> Link | None:
+    """Of the user's speed, with a known one's latency."""
+    return known if given is None else Link(given * roofline.GB, (known or roofline.PCIE_4).latency)
 
 
 def _model(on: Deployment) -> dict[str, Any]:
@@ -159,7 +177,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
     fits, most = "fits" if memory["fits"] else "does not fit", memory["most_sequences"]
     room = "" if most is None else f"; at most {most:,} sequences of this context"
     lines.append(f"memory: {_amount(memory['total'])}B of {_amount(memory['available'])}B, {fits}{room}")
-    return [Table("", (), (), (), lines), passes, _gains(report)]
+    made = [Table("", (), (), (), lines), passes, _gains(report)]
+    if (found := report["layouts"]) is not None:
+        made.append(layout.table(found, report["batch"], report["context"]))
+    return made
 
 
 def _gains(report: dict[str, Any]) -> Table:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.errors import PacelineError
+from paceline.cpu.cores import usable_cores
 from paceline.measure.endpoint import Endpoint, endpoint_of
-from paceline.measure.results import Tell, num_threads
+from paceline.measure.results import Tell
 from paceline.measure.rows import FOLDERS, OURS, Row, peer_python
 
 PROGRAM = Path(__file__).parent / "workers" / "serve.py"
@@ -101,8 +102,9 @@ def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worke
     tell(f"loading {row}", 0)
     handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
     os.close(handle)
-    shared = {"method": row.method, "threads": num_threads(), "in_flight": 1, "is_raw": row.is_raw}
-    worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), num_threads())
+    threads = usable_cores(count_siblings=True)
+    shared = {"method": row.method, "threads": threads, "in_flight": 1, "is_raw": row.is_raw}
+    worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), threads)
     try:
         worker.note = worker.ask("load", LOAD_S, options={**shared, **options})["note"]
         yield worker
@@ -115,6 +117,7 @@ def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worke
 class Server(NamedTuple):
     process: subprocess.Popen[bytes]
     endpoint: Endpoint
+    log: Path  # what it says about itself, a JSON object a line
 
     def stop(self) -> int:
         """Its exit status, after it has ended what was running."""
@@ -135,7 +138,7 @@ def our_server(model: str, options: str) -> Iterator[Server]:
                 time.sleep(0.1)
             found = re.search(r'"url": "(http://[^"]*)"', text)
             assert found is not None, "a server that is ready has said where"
-            yield Server(process, endpoint_of(found[1], None))
+            yield Server(process, endpoint_of(found[1], None), Path(log.name))
         finally:
             process.terminate()  # harmless when it is gone
             try:

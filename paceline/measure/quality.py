@@ -53,7 +53,7 @@ class Run:
             executor = LocalExecutor.load(backend, checkpoint, blocks, dtype=dtype, context=size)
             total = 0.0
             for piece in pieces:
-                total += surprise(executor, piece)
+                total += negative_log_likelihood(executor, piece)
                 tell(f"reading with {dtype}", 1)
             count = sum(len(piece) - 1 for piece in pieces)
             records.append({"dtype": dtype, "perplexity": round(math.exp(total / count), 5), "tokens": count})
@@ -68,7 +68,7 @@ def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int
     return [piece for piece in pieces if len(piece) > 1]  # one token predicts nothing
 
 
-def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> float:
+def negative_log_likelihood(executor: LocalExecutor, tokens: Sequence[int]) -> float:
     """The sum of -log p over the tokens after the first."""
     cache, total = Cached(), 0.0
     assert executor.kv.reserve(cache, len(tokens)), "the caller made room for a context"

@@ -1,15 +1,12 @@
-"""Reports: the figures of a verb with machine, versions, command and date, and their tables on screens and in
-documents (`paceline bench tables` rewrites those of README.md and docs/results.md). Each verb's module turns
-its report into tables, and a result on disk names its verb, so what a document shows is what the screen
-showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
+"""Reports: the figures of a verb with machine, versions, command and date, and the tables that each verb's
+module makes of them. Invariant: a report is JSON as it is, and names its verb: what a document shows of a
+result on disk (measure/tables.py) is what the screen showed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
-import os
 import platform
 import re
 import shlex
@@ -18,12 +15,10 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import __version__
-from paceline.core.errors import ConfigError
-from paceline.measure.options import Tables
+from paceline.cpu.cores import usable_cores
 
 OVERALL = "overall"  # the task that stands for all of them
 ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
@@ -32,11 +27,6 @@ Columns = dict[str, str]  # heading -> a record's field and its form, such as "{
 # Verbs whose reports are tables, each a module: Run(options) refuses what a user can mend, its num_turns is
 # for a progress bar (None: not known), report(tell) measures; tables(report) and LEGEND are what is shown.
 VERBS = ("compare", "decode", "batch", "step", "kernels", "quality", "serve", "soak", "tune")
-MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.S)
-
-
-def num_threads() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +42,7 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
         told = subprocess.run(["env", "LC_ALL=C", "lscpu"], capture_output=True, text=True, timeout=10)
         found = re.search(r"^Model name:\s*(.+)", told.stdout, re.M)
         cpu = found[1].strip() if found is not None else cpu
-    machine = {"cpu": cpu, "cores": num_threads(), "system": platform.system()}
+    machine = {"cpu": cpu, "cores": usable_cores(count_siblings=True), "system": platform.system()}
     # Of a device that this process has used: asking for another's name would start a driver.
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.accelerator.is_available()
@@ -86,46 +76,3 @@ def table_of(title: str, names: Sequence[str], columns: Columns, records: Sequen
 
 def module_of(verb: str) -> Any:
     return import_module(f"paceline.measure.{verb}")
-
-
-def markdown(table: Table) -> str:
-    columns = [*table.names, *table.numbers]
-    rules = ["---"] * len(table.names) + ["---:"] * len(table.numbers)
-    lines = [columns, rules, *table.rows]
-    return "".join("| " + " | ".join(str(part) for part in line) + " |\n" for line in lines)
-
-
-def rewritten(text: str, folder: Path) -> str:
-    """The document with its tables made anew from the results in `folder`."""
-
-    def table(found: re.Match[str]) -> str:
-        path, number = folder / f"{found[2]}.json", int(found[3] or 1)
-        try:
-            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if report["verb"] not in VERBS:
-                raise ValueError(f"made by {report['verb']!r}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            remedy = "write it with `paceline bench ... --json`"
-            raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
-        tables, machine = module_of(report["verb"]).tables(report), report["machine"]
-        if not 1 <= number <= len(tables):
-            raise ConfigError(f"table:{found[2]} {number}: the result has {len(tables)} tables")
-        where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-        origin = f"`{report['command']}` ({where}, {report['date']})\n"
-        return f"{found[1]}\n{markdown(tables[number - 1])}\n{origin}\n{found[4]}"
-
-    return MARKED.sub(table, text)
-
-
-def run(options: Tables) -> list[Path]:
-    """The documents that have changed."""
-    changed = []
-    for path in (Path(name.strip()) for name in options.files.split(",")):
-        if not path.is_file():
-            raise ConfigError(f"--files holds {path}, and there is no such file; name documents with tables")
-        before = path.read_text(encoding="utf-8")
-        after = rewritten(before, options.results)
-        if after != before:
-            path.write_text(after, encoding="utf-8")
-            changed.append(path)
-    return changed

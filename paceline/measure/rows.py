@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
-from paceline.drafters.registry import DRAFTERS, parse
+from paceline.drafters.registry import DRAFTERS, SMALLER, parse
 from paceline.measure.results import OVERALL, Table, Tell, cell
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def methods_of(text: str, draft_model: str | None) -> list[str]:
     """--methods: names of drafters, auto, or none (also spelled plain)."""
     names = names_of("--methods", text, ["none", PLAIN, AUTO, *DRAFTERS])
     for name in set(names).intersection(DRAFTERS):
-        parse({"method": name, **({"model": draft_model} if name == "draft_model" and draft_model else {})})
+        parse({"method": name, **({"model": draft_model} if name in SMALLER and draft_model else {})})
     return [PLAIN if name == "none" else name for name in names]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.options import nearest, require
-from paceline.measure import faults, faults_engine, faults_wire
+from paceline.measure import faults, faults_engine, faults_ranks, faults_wire
 from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.faults_files import ANSWERED, LEFT, LOST, REFUSED
 from paceline.measure.load import CHAT, Figures, Job, Record, ask, metrics
@@ -125,8 +125,8 @@ class Run:
             while not (now := await metrics(endpoint))["num_requests_running"]:
                 await asyncio.sleep(0.02)
             os.kill(int(now["engine_pid"]), signal.SIGKILL)
-            async with asyncio.timeout(HANGS_S):  # a dead engine is not healthy, as soon as it is noticed
-                while "503" not in await _refusal(endpoint, "/health"):
+            async with asyncio.timeout(HANGS_S):
+                while (await metrics(endpoint))["engine_pid"] == now["engine_pid"]:
                     await asyncio.sleep(0.01)
             while await _refusal(endpoint, "/ready"):
                 await asyncio.sleep(0.1)
@@ -139,6 +139,7 @@ class Run:
 
     async def faults(self) -> dict[str, Any]:
         endpoint, shared = self.server.endpoint, set(os.listdir("/dev/shm"))
+        before_all = faults_ranks.orphans()
         body = _body(random.Random(0)) | {"temperature": 0, "max_tokens": 24}
         before, memory = await self._one(body), list[float]()
 
@@ -154,9 +155,11 @@ class Run:
                 break
         figures, half = await self._settled(), memory[len(memory) // 2]
         processes = faults_engine.descendants(self.server.process.pid)
+        strays = faults_ranks.orphans() - before_all
         status = await asyncio.to_thread(self.server.stop)
         left = {
             "processes": not await faults_engine.gone(processes),
+            "ranks": sorted(strays),
             "port": not await _refusal(endpoint, "/health"),
             "shared_memory": sorted(set(os.listdir("/dev/shm")) - shared),
             "blocks": figures["kv_cache_blocks_used"],
@@ -165,6 +168,8 @@ class Run:
         is_flat, num_lost = memory[-1] <= half * 1.05 + 8, sum(found[LOST] for found in kinds.values())
         report = {"lost": num_lost, "left_behind": left, "memory_mb": (half, memory[-1]), "status": status}
         report |= {"kinds": kinds, "restarts": figures["engine_restarts"], "answers_after": is_same}
+        if num_lost:
+            report["errors"] = _errors(self.server.log)
         return report | {
             "is_ok": not (num_lost or any(left.values())) and is_same and is_flat and status == 0
         }
@@ -229,6 +234,13 @@ async def _refusal(endpoint: Endpoint, path: str) -> str:
     return ""
 
 
+def _errors(log: Path) -> list[str]:
+    """What a server has logged of errors, each once, with how often and where."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if '"trace": ' in line]
+    found = Counter(f"{line['event']}: {line['error']} at {line['trace'][-1:]}" for line in lines)
+    return [f"{count} x {what}" for what, count in found.most_common()]
+
+
 def _resident_mb(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -236,7 +248,7 @@ def _resident_mb(pid: int) -> float:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     outcomes = ", ".join(f"{count} {name}" for name, count in report["outcomes"].items())
-    hidden = ("outcomes", "kinds", *ORIGIN)
+    hidden = ("outcomes", "kinds", "errors", *ORIGIN)
     rows = [(name, str(value)) for name, value in report.items() if name not in hidden]
     title = f"soak, {report['what']}: {'passed' if report['is_ok'] else 'FAILED'}"
     made = [Table(title, ("figure",), ("value",), [("requests", outcomes), *rows])]
@@ -246,5 +258,5 @@ def tables(report: dict[str, Any]) -> list[Table]:
         counts = [found.get(each, 0) for each in columns]
         for_kinds.append((name, *map(str, (sum(counts), *counts))))
         strange += [f"{name}, fault {each}" for each in found if each not in columns]
-    notes = tuple(strange)
+    notes = (*strange, *report.get("errors", ()))
     return [*made, Table("faults", ("kind",), ("sent", *columns), for_kinds, notes)] if for_kinds else made

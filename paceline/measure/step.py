@@ -111,12 +111,13 @@ class Run:
             for dtype in self.dtypes:
                 tell(f"loading {dtype}", 0)
                 llm = load_model(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
-                executors[dtype] = stack.enter_context(llm).engine.executor
+                executor = stack.enter_context(llm).engine.executor
+                name = executor.backend.default_dtype(llm.checkpoint) if dtype == "auto" else dtype
+                executors[name] = executor
             device = next(iter(executors.values())).device
             tell("measuring the machine", 0)
             found = limits.measure() if device.type == "cpu" else limits.of_device(device)
-            for dtype, executor in executors.items():
-                name = executor.backend.default_dtype if dtype == "auto" else dtype
+            for name, executor in executors.items():
                 executor.record(PassSizes(asked.requests, max(self.rows)))  # as where drafts are checked
                 timed = Timed(executor, longest, asked.requests)
                 for context in self.contexts:

@@ -5,6 +5,7 @@ they cost predict the speedup of every K. Invariant: a drafter that remembers te
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,9 +25,10 @@ from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
 from paceline.measure import engines, roofline
+from paceline.measure.fit import Form, fit, num_loads
 from paceline.measure.options import Tune
 from paceline.measure.prompts import chosen, load
-from paceline.measure.results import Table, Tell, cell
+from paceline.measure.results import Table, Tell, cell, table_of
 from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import StepRecord
@@ -43,6 +45,8 @@ FIRST = 0.6  # of the time, for the first repeat, which decides how many prompts
 WORTH = 1.02  # a speedup that is no more than this may be noise
 AHEAD = 1.05  # by which a fixed length must beat the policy, which adapts, to be recommended instead
 SHOWN_DEPTHS = 4
+FITTED, FIT_PROMPTS = "draft_model", 4  # the drafter that --fit-draft is for; prompts whose answers it reads
+FORMS = {"agreement": "{agreement:.2f}", "cost": "{cost:.2f}", "K": "{k}", "speedup": "{speedup:.2f}"}
 LEGEND = """α by depth: how often a token was right where one was drafted after tokens that were; drafted, τ:
 tokens drafted and written a step; predicted: from acceptance and what passes and drafting cost; measured: in
 turn with plain decoding.
@@ -119,13 +123,14 @@ class Run:
         if "hybrid" in asked.methods:
             raise ConfigError("--methods holds 'hybrid'; name its drafters one by one, to be measured alone")
         methods = names_of("--methods", asked.methods, [*registry.DRAFTERS])
-        if "draft_model" in methods and asked.draft_model is None:
-            raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
+        for name in set(methods).intersection(registry.SMALLER) if asked.draft_model is None else ():
+            raise ConfigError(f"--methods holds {name!r}; name the smaller model with --draft-model")
         for k in asked.k:
             require(1 <= k <= MOST_K, "-k", k, f"give a whole number from 1 to {MOST_K}")
         usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in load(asked.prompts)}))
         self.asked, self.prompts = asked, chosen(asked.prompts, asked.limit or usual)
         self.lengths: dict[str, list[int]] = {}
+        self.fitted: dict[str, Any] = {}  # options of the draft model
         for name in methods:
             is_free = registry.parse(self._options(name, 1))[0].is_free
             ks, most = asked.k or (LENGTHS if is_free else LENGTHS_OF_MODELS), MOST_K
@@ -136,14 +141,20 @@ class Run:
         self.num_turns = REPEATS * len(self.prompts) * (2 + sum(map(len, self.lengths.values())))
         least = min(LEAST_TOKENS, asked.max_tokens)
         self.params = SamplingParams(temperature=0, max_tokens=asked.max_tokens, min_tokens=least)
+        if asked.fit_draft:
+            has_draft = asked.draft_model is not None and FITTED in methods
+            require(has_draft, "--fit-draft", True, f"give --draft-model and --methods {FITTED}")
+            require(asked.device in ("cpu", "auto"), "--fit-draft", True, "it is for CPUs; add --device cpu")
+            self.num_turns += num_loads(str(asked.draft_model))
         self.timed: dict[str, TimedPolicy] = {}  # each drafter at its longest, in the first repeat
         self.best: dict[tuple[str, int], tuple[float, int]] = {}  # seconds and tokens, by row and prompt
         self.num_prompts = self.num_tokens = self.num_cached = 0
 
     def _options(self, name: str, k: int) -> dict[str, Any]:
-        has_model = self.asked.draft_model and name in ("draft_model", *registry.HEADS)
+        has_model = self.asked.draft_model and name in (*registry.SMALLER, *registry.HEADS)
         model = {"model": self.asked.draft_model} if has_model else {}
-        return {"method": name, "num_speculative_tokens": k, **model}
+        fitted = self.fitted if name == FITTED else {}
+        return {"method": name, "num_speculative_tokens": k, **model, **fitted}
 
     def report(self, tell: Tell) -> dict[str, Any]:
         """What was learned is saved for `auto` when everything has been measured, or not at all."""
@@ -151,7 +162,9 @@ class Run:
         with engines.load_model(self.asked, speculative_config=None, max_num_seqs=1) as self.llm:
             tell("timing passes", 0)
             self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
-            self._measure([engines.ids_of(self.llm.tokenizer, prompt.text) for prompt in self.prompts], tell)
+            prompts = [engines.ids_of(self.llm.tokenizer, prompt.text) for prompt in self.prompts]
+            forms = self._fit(prompts, tell) if self.asked.fit_draft else []
+            self._measure(prompts, tell)
             if (plain := self._seconds(PLAIN)) is None:
                 remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
                 raise RequestError(f"no answer was long enough to be timed; {remedy}")
@@ -163,10 +176,31 @@ class Run:
                 "plain_tokens_per_second": 1 / plain,
                 "passes": self.costs.to_json(),
                 "experts": self._experts(),
+                "forms": [form._asdict() for form in forms],
                 "drafters": {name: self._drafter(name, plain) for name in self.lengths},
                 "auto": self._speedup(AUTO),
             }
             return {**report, "recommended": recommended(report), "profile": self._save(report)}
+
+    def _fit(self, prompts: Sequence[list[int]], tell: Tell) -> list[Form]:
+        """Forms of the draft model, the best first, which is then measured."""
+        plain, texts, seconds = engines.engine_of(self.llm, PLAIN), [], []
+        for ids in prompts[:FIT_PROMPTS]:
+            found = engines.answer(self.llm, ids, self.params, plain)
+            texts.append((ids, found["ids"]))
+            seconds += [later - earlier for earlier, later in pairwise(found["times"])]
+        step, cached = median(seconds), max(len(ids) for ids, _ in texts)
+        prices = Prices(self.costs, cached, step, 0.0, is_free=False)
+        dtype = self.asked.dtype
+        backend = self.llm.engine.executor.backend
+        dtype = backend.default_dtype(self.llm.checkpoint) if dtype == "auto" else dtype
+
+        def verify_cost(rows: int) -> float:
+            return 1 + prices.more(rows - 1) / step
+
+        forms = fit(self.llm.context, str(self.asked.draft_model), dtype, texts, step, verify_cost, tell)
+        self.fitted = {"dtype": forms[0].dtype, "skip_layers": list(forms[0].skip_layers)}
+        return forms
 
     def _measure(self, prompts: Sequence[list[int]], tell: Tell) -> None:
         started, plain = perf_counter(), engines.engine_of(self.llm, PLAIN)
@@ -242,6 +276,7 @@ class Run:
         drafted_at, right_at = stats.drafted_at, stats.accepted_at
         reached = [min(d, p) for d, p in zip(drafted_at, [*drafted_at[:1], *right_at], strict=False)]
         return {
+            "options": self._options(name, 1),
             "acceptance_by_depth": [a / n if n else 0.0 for a, n in zip(right_at, reached, strict=True)],
             ("ask_seconds" if is_free else "token_seconds"): prices.asking,
             "lengths": rows,
@@ -252,12 +287,12 @@ class Run:
     def _save(self, report: dict[str, Any]) -> str | None:
         """Where the profile is now; None if it cannot be written. What is known of other drafters stays."""
         executor, dtype = self.llm.engine.executor, self.asked.dtype
-        dtype = executor.backend.default_dtype if dtype == "auto" else dtype
+        dtype = executor.backend.default_dtype(self.llm.checkpoint) if dtype == "auto" else dtype
         path = profile_path(self.llm.checkpoint.fingerprint, dtype, executor)
         before = load_profile(path)
         drafters = dict(before.drafters) if before is not None else {}
         for name, found in report["drafters"].items():
-            if name != "draft_model":  # another draft model would be another drafter of the same name
+            if name not in registry.SMALLER:  # another model would be another drafter of the same name
                 asking = found.get("ask_seconds", found.get("token_seconds"))
                 drafters[name] = DrafterProfile(asking, tuple(found["acceptance_by_depth"]))
         return str(path) if save_profile(path, Profile(self.costs, drafters)) else None
@@ -270,11 +305,12 @@ def _best(drafter: dict[str, Any]) -> dict[str, Any]:
 
 def recommended(report: dict[str, Any]) -> str | dict[str, Any] | None:
     """A speculative_config: "auto", a drafter with its length, or None where nothing gains."""
-    name, drafter = max(report["drafters"].items(), key=lambda pair: _best(pair[1])["measured"] or 0.0)
+    drafter = max(report["drafters"].values(), key=lambda found: _best(found)["measured"] or 0.0)
     gain, auto = _best(drafter)["measured"] or 0.0, report["auto"] or 0.0
     if max(gain, auto) <= WORTH:
         return None
-    return AUTO if gain < AHEAD * auto else {"method": name, "num_speculative_tokens": drafter["best_k"]}
+    best = {**drafter["options"], "num_speculative_tokens": drafter["best_k"]}
+    return AUTO if gain < AHEAD * auto else best
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -284,9 +320,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
     if (experts := report["experts"]) is not None:
         woken = ", ".join(f"{rows}: {count:.1f}" for rows, count in experts["woken"].items())
         share = f"{experts['factor']:.2f} of what tokens that choose apart from each other would add"
-        notes.append(
-            f"experts that a pass wakes in a layer, by its tokens: {woken}; further ones add {share}"
-        )
+        said = f"experts that a pass wakes in a layer, by its tokens: {woken}"
+        notes.append(f"{said}; further ones add {share}")
     notes.append(f"{report['prompts']} prompts, {report['tokens']:,} tokens, greedy, one request at a time")
     if report["prompts_left_out"]:
         notes.append(f"({report['prompts_left_out']} prompts left out for want of time; raise --seconds)")
@@ -316,6 +351,14 @@ def tables(report: dict[str, Any]) -> list[Table]:
         advice = "Use none of them here: nothing gains. auto does so by itself, at no cost."
     elif choice != AUTO:
         gain = _best(report["drafters"][choice["method"]])["measured"]
-        advice = f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x."
+        advice = f"Use --speculative-config '{json.dumps(choice)}': {gain:.2f}x."
+        if set(choice) == {"method", "num_speculative_tokens"}:
+            advice = f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x."
     notes += [advice, saved]
-    return [Table("speedup over plain decoding", ("drafter",), columns, rows, notes)]
+    found = Table("speedup over plain decoding", ("drafter",), columns, rows, notes)
+    if not report["forms"]:
+        return [found]
+    shown = [
+        {**form, "skip_layers": " ".join(map(str, form["skip_layers"])) or "none"} for form in report["forms"]
+    ]
+    return [table_of("forms of the draft model, as expected", ("dtype", "skip_layers"), FORMS, shown), found]

@@ -37,9 +37,11 @@ def row_widths(config: ModelConfig, kept: KvFormat) -> tuple[int, int]:
 
 
 def bytes_per_token(config: ModelConfig, kept: KvFormat) -> int:
-    keys, values = row_widths(config, kept)
-    bytes_per_head = keys * kept.keys.itemsize + values * kept.values.itemsize
-    return config.num_attending * config.num_kv_heads * bytes_per_head
+    total, kinds = 0, config.kinds
+    for i in (i for i in range(config.num_layers) if not config.is_recurrent(i)):
+        keys, values = row_widths(own := kinds[config.kind_of(i)], kept)
+        total += own.num_kv_heads * (keys * kept.keys.itemsize + values * kept.values.itemsize)
+    return total
 
 
 class Masking(NamedTuple):

@@ -8,11 +8,11 @@ below the other in one matrix, whatever a file does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5",
+    "llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma4", "qwen3_5",
     "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite",
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss",
     "qwen3_5_moe", "qwen3_next",
@@ -27,8 +27,8 @@ class RopeConfig:
     """Rotary embedding, and how its frequencies are scaled for long contexts."""
 
     theta: float = 10_000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
-    factor: float = 1.0
+    kind: Literal["none", "linear", "proportional", "llama3", "yarn", "longrope"] = "none"
+    factor: float = 1.0  # proportional: the part of a head that turns, with the frequencies of a whole one
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_context: int = 8_192  # llama3, yarn, longrope, query_beta
@@ -44,6 +44,8 @@ class RopeConfig:
     query_beta: float = 0.0
 
 
+# of gemma 4: of what experts, the shared one and the router read, and of what the first two add
+NORMS_OF_EXPERTS = ("experts", "shared", "router", "after_experts", "after_shared")
 NO_ROPE = RopeConfig(kind="linear", factor=math.inf)  # every angle is zero: nothing turns
 
 
@@ -108,6 +110,9 @@ class ExpertsConfig:
     shared_inner: int = 0  # width of an expert that every token wakes; 0: there is none
     has_shared_gate: bool = False  # its share is the sigmoid of a product with the token; else one
     dense_layers: tuple[int, ...] = ()  # which have a dense ffn instead
+    # gemma 4: the shared expert is the dense MLP; it, the router and the experts read the residual stream
+    # through a norm each, and what they add is normed; each expert has a scale
+    has_norms: bool = False
 
     def expected_woken(self, rows: float) -> float:
         """Distinct experts that this many rows wake in a layer if each chooses for itself."""
@@ -118,6 +123,9 @@ class ExpertsConfig:
         names = _linear("gate", count, hidden, self.has_bias)
         if self.router == "sigmoid":
             names["gate.e_score_correction_bias"] = (count,)
+        if self.has_norms:
+            names |= {f"{name}_norm.weight": (hidden,) for name in NORMS_OF_EXPERTS}
+            names["gate.per_expert_scale"] = (count,)
         for part in ("gate", "up"):
             names |= _linear(f"experts.{part}_proj", count * inner, hidden, self.has_bias)
         names |= _linear("experts.down_proj", count * hidden, inner, self.has_bias)
@@ -156,6 +164,12 @@ class ModelConfig:
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
     residual_scale: float = 1.0  # multiplies what attention and the ffn add to the residual stream
     logits_scale: float = 1.0  # multiplies logits
+    logits_cap: float = 0.0  # gemma 4: logits are cap * tanh(logits / cap); 0: as they are
+    value_norm: bool = False  # gemma 4: values are normed, without a weight
+    layer_scalars: bool = False  # gemma 4: the residual stream after a layer is multiplied by one number
+    # gemma 4: heads of layers without a window; 0: all have the same
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
     rotary_dim: int = 0  # numbers of a head that turn, its first; 0: the whole head
     rope_layers: tuple[bool, ...] = ()  # which layers turn queries and keys; empty: all
     attention_sinks: bool = False  # gpt-oss: each head has a logit more, which weighs and has no value
@@ -164,6 +178,8 @@ class ModelConfig:
     gated_attention: bool = False  # what is attended is multiplied by a sigmoid, of rows beside each query's
     recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
+    has_embedding: bool = True  # of a stage (stage.py): the first
+    has_head: bool = True  # the last, with the final norm
 
     @property
     def scale(self) -> float:
@@ -173,21 +189,29 @@ class ModelConfig:
     def rotary_width(self) -> int:
         return self.rotary_dim or self.head_dim
 
+    @property
+    def kinds(self) -> tuple[ModelConfig, ...]:
+        """This model with the heads of each kind of its layers."""
+        if not self.global_head_dim:
+            return (self,)
+        own = replace(self, global_head_dim=0, global_kv_heads=0)
+        return own, replace(own, head_dim=self.global_head_dim, num_kv_heads=self.global_kv_heads)
+
+    def kind_of(self, layer: int) -> int:
+        return int(self.global_head_dim > 0 and not self.is_local(layer))
+
     def is_local(self, layer: int) -> bool:
         return bool(self.local_layers) and self.local_layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent.layers[layer]
 
-    @property
-    def num_attending(self) -> int:
-        """Layers with keys and values."""
-        return self.num_layers - (sum(self.recurrent.layers) if self.recurrent is not None else 0)
-
-    def rope_of(self, layer: int) -> RopeConfig:
+    def rope_of(self, layer: int) -> tuple[RopeConfig, int]:
+        """And of how many numbers of a head."""
+        width = self.kinds[self.kind_of(layer)].rotary_width
         if self.rope_layers and not self.rope_layers[layer]:
-            return NO_ROPE
-        return self.rope_local if self.rope_local and self.is_local(layer) else self.rope
+            return NO_ROPE, width
+        return (self.rope_local if self.rope_local and self.is_local(layer) else self.rope), width
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """None where the ffn is dense."""
@@ -196,18 +220,25 @@ class ModelConfig:
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
         h, inner = self.hidden_size, self.intermediate_size
-        names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
-        if not self.tie_embeddings:
-            names["lm_head.weight"] = (self.vocab_size, h)
+        names: dict[str, tuple[int, ...]] = {}
+        if self.has_embedding:
+            names["embed_tokens.weight"] = (self.vocab_size, h)
+        if self.has_head:
+            names["norm.weight"] = (h,)
+            if not self.tie_embeddings:
+                names["lm_head.weight"] = (self.vocab_size, h)
         dense: dict[str, tuple[int, ...]] = {}
         for proj in ("gate", "up"):
             dense |= _linear(f"{proj}_proj", inner, h, self.mlp_bias)
         dense |= _linear("down_proj", h, inner, self.mlp_bias)
         norms: dict[str, tuple[int, ...]] = {f"{n}_layernorm.weight": (h,) for n in self.layer_norms()}
-        attention = self._attention_names()
+        if self.layer_scalars:
+            norms["layer_scalar"] = (1,)
+        attention = [kind._attention_names() for kind in self.kinds]
         recurrent = {} if self.recurrent is None else self.recurrent.weight_names(h)
         for i in range(self.num_layers):
-            mixer, experts = recurrent if self.is_recurrent(i) else attention, self.experts_of(i)
+            mixer = recurrent if self.is_recurrent(i) else attention[self.kind_of(i)]
+            experts = self.experts_of(i)
             ffn = dense if experts is None else experts.weight_names(h)
             own = mixer | {f"mlp.{name}": shape for name, shape in ffn.items()} | norms
             names |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
@@ -231,6 +262,8 @@ class ModelConfig:
         if self.post_norm:
             return ("post_attention", "post_feedforward")
         first = ("input", "post_attention")
+        if self.experts is not None and self.experts.has_norms:
+            return (*first, "post_feedforward")
         return (*first, "pre_feedforward", "post_feedforward") if self.sandwich_norm else first
 
 

@@ -42,19 +42,22 @@ class Transformer(nn.Module):
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
             self.layers = nn.ModuleList(self._layer(i, bits) for i in range(config.num_layers))
-            self.embed_tokens = vocabulary()
-            self.norm = Norm(config.hidden_size, config.rms_eps)
-            self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
-        ropes = {config.rope_of(i) for i in range(config.num_layers)}
-        room = config.rotary_width, config.max_context
-        self.tables = {rope: rotary_tables(rope, *room).to(device) for rope in ropes}
-        scales = query_scales(config.rope, config.max_context)
-        self.query_scales = None if scales is None else scales.to(device)  # [max_context]
+            if config.has_embedding:
+                self.embed_tokens = vocabulary()
+            if config.has_head:
+                self.norm = Norm(config.hidden_size, config.rms_eps)
+                self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
+        self.ropes = [config.rope_of(i) for i in range(config.num_layers)]
+        room = config.max_context
+        self.tables = {rope: rotary_tables(*rope, room).to(device) for rope in self.ropes}
+        of_queries = query_scales(config.rope, config.max_context)
+        self.query_scales = None if of_queries is None else of_queries.to(device)  # [max_context]
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
-        self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
+        scales = [config.kinds[config.kind_of(i)].scale for i in range(config.num_layers)]
+        self.masking = [Masking(*each, bits < 32) for each in zip(scales, windows, strict=True)]
 
     def _layer(self, i: int, bits: int) -> Layer:
-        config, experts = self.config, self.config.experts_of(i)
+        config, experts = self.config.kinds[self.config.kind_of(i)], self.config.experts_of(i)
         ffn = None if experts is None else ExpertFfn(config, experts, bits)
         if config.recurrent is None or not config.recurrent.layers[i]:
             return Layer(config, bits, ffn=ffn)
@@ -101,7 +104,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Residual stream [n, hidden] -> final norm and output layer, [n, vocab] float32."""
-        return self.lm_head(self.final(hidden)).float()
+        logits, cap = self.lm_head(self.final(hidden)).float(), self.config.logits_cap
+        return (logits / cap).tanh() * cap if cap else logits
 
     def run(
         self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int],
@@ -122,7 +126,7 @@ class Transformer(nn.Module):
                 assert recur is not None, "recurrent layers run over paged states alone"
                 x = layer.leave(x, recur(i, layer.input_layernorm(x)))
             else:
-                x = layer(x, angles[self.config.rope_of(i)], partial(attend_scaled, i))
+                x = layer(x, angles[self.ropes[i]], partial(attend_scaled, i))
             if i + 1 in kept:
                 hidden[i + 1] = x
         return x, hidden
@@ -131,16 +135,16 @@ class Transformer(nn.Module):
 class Decoder(Transformer):
     """The reference: one pass over a batch with paged caches."""
 
-    checks_trees, picks_cuts = True, False
-    latest, woken = None, 0.0
+    latest, picks_cuts, woken = None, False, 0.0
     is_exact = False  # torch chooses its kernels by the number of rows
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, kv: Caches, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
-    ) -> Output:
+        self, batch: Batch, kv: Caches, *, num_layers: int | None = None, hidden_layers: Sequence[int] = (),
+        x: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
-        hidden[n] is the residual stream after n layers."""
+        hidden[n] is the residual stream after n layers. x: what enters a stage behind the first."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         tensors = batch.tensors()
@@ -154,6 +158,7 @@ class Decoder(Transformer):
             layer: Any = self.layers[i]
             return layer.linear_attn(x, tensors, kv[i])
 
-        embedded = self.embed(tensors.input_ids)
-        x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers, recur)
-        return Output(self.logits(x[tensors.rows]), hidden)
+        x = self.embed(tensors.input_ids) if x is None else x.to(tensors.rows.device)
+        x, hidden = self.run(x, tensors.positions, attend, depth, hidden_layers, recur)
+        x = x[tensors.rows]
+        return Output(self.logits(x) if self.config.has_head else x, hidden)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.config import ExpertsConfig, ModelConfig
-from paceline.models.layer import DenseFfn, Linear, gate
+from paceline.models.config import NORMS_OF_EXPERTS, ExpertsConfig, ModelConfig
+from paceline.models.layer import DenseFfn, Linear, Norm, gate
 
 TINY = 1e-20  # shares that are all zero are divided by this
 
@@ -26,6 +26,8 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.has_bias else None
         if config.router == "sigmoid":
             self.e_score_correction_bias = nn.Parameter(torch.empty(config.count), requires_grad=False)
+        scales = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.has_norms else None
+        self.per_expert_scale = scales
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> the chosen experts [T, per_token], best first, and their shares."""
@@ -40,6 +42,8 @@ class Router(nn.Module):
         shares = scores.gather(1, chosen)
         if config.normalizes:
             shares = shares / (shares.sum(-1, keepdim=True) + TINY)
+        if self.per_expert_scale is not None:
+            shares = shares * self.per_expert_scale.float()[chosen]
         return chosen, shares * config.scale
 
     def _among_groups(self, choice: Tensor) -> Tensor:
@@ -81,17 +85,24 @@ class ExpertFfn(nn.Module):
         shared = experts.shared_inner
         self.shared_expert = DenseFfn(config, shared, bits) if shared else None
         self.shared_expert_gate = Linear.empty(config.hidden_size, 1) if experts.has_shared_gate else None
+        norms: list[nn.Module] = [
+            Norm(config.hidden_size, config.rms_eps) if experts.has_norms else nn.Identity()
+            for _ in NORMS_OF_EXPERTS
+        ]
+        self.experts_norm, self.shared_norm, self.router_norm = norms[:3]
+        self.after_experts_norm, self.after_shared_norm = norms[3:]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         rows = x.flatten(0, -2)
-        chosen, shares = self.gate(rows)
-        out = torch.zeros_like(rows)
+        chosen, shares = self.gate(self.router_norm(rows))
+        inputs, out = self.experts_norm(rows), torch.zeros_like(rows)
         for expert in chosen.unique().tolist():
             row, rank = (chosen == expert).nonzero(as_tuple=True)
-            added = self.experts(rows[row], expert) * shares[row, rank, None].to(rows.dtype)
+            added = self.experts(inputs[row], expert) * shares[row, rank, None].to(rows.dtype)
             out.index_add_(0, row, added)
+        out = self.after_experts_norm(out)
         if self.shared_expert is not None:
-            shared = self.shared_expert(rows)
+            shared = self.after_shared_norm(self.shared_expert(self.shared_norm(rows)))
             if self.shared_expert_gate is not None:
                 shared = shared * self.shared_expert_gate(rows).sigmoid()
             out = out + shared

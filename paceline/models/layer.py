@@ -93,6 +93,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.is_gated = config.gated_attention
+        self.value_eps = config.rms_eps if config.value_norm else None
         linear = partial(Linear.empty, width, has_bias=config.qkv_bias, bits=bits)
         self.q_proj = linear(heads * self.dim * (2 if self.is_gated else 1))
         self.k_proj, self.v_proj = (linear(kv_heads * self.dim) for _ in range(2))
@@ -117,7 +118,10 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
         keys = self._turned(self.k_proj(x), self.k_norm, angles)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
+        values = self.v_proj(x).unflatten(-1, (-1, self.dim))
+        if self.value_eps is not None:
+            values = functional.rms_norm(values, values.shape[-1:], eps=self.value_eps)
+        return keys, values
 
     def _turned(self, x: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
         """[..., n * dim] -> [..., n, dim]; a norm is over one head or over all, as wide as its weight is."""
@@ -154,12 +158,14 @@ class Layer(nn.Module):
             self.linear_attn = recurrent
         self.mlp = DenseFfn(config, config.intermediate_size, bits) if ffn is None else ffn
         norm = partial(Norm, config.hidden_size, config.rms_eps)
-        before = nn.Identity if config.post_norm else norm
-        self.input_layernorm: nn.Module = before()
+        self.input_layernorm: nn.Module = nn.Identity() if config.post_norm else norm()
         self.post_attention_layernorm = norm()
         self.norms_added, self.scale = config.sandwich_norm or config.post_norm, config.residual_scale
         if self.norms_added:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = before(), norm()
+            has_norm = "pre_feedforward" in config.layer_norms()
+            self.pre_feedforward_layernorm: nn.Module = norm() if has_norm else nn.Identity()
+            self.post_feedforward_layernorm = norm()
+        self.layer_scalar = nn.Parameter(torch.ones(1), False) if config.layer_scalars else None
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend, inputs: Tensor | None = None) -> Tensor:
         """x [..., hidden] is the residual stream, in and out; inputs: what attention reads instead of it,
@@ -175,7 +181,8 @@ class Layer(nn.Module):
             x = self._add(x, added)
             return self._add(x, self.mlp(self.post_attention_layernorm(x)))
         x = self._add(x, self.post_attention_layernorm(added))
-        return self._add(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+        x = self._add(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _add(self, x: Tensor, added: Tensor) -> Tensor:
         return x + (added if self.scale == 1.0 else added * self.scale)

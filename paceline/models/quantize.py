@@ -38,8 +38,8 @@ def padded(size: int, multiple: int) -> int:
 
 
 def _stored(values: Tensor) -> Tensor:
-    """As close as half precision comes."""
-    halves = (values * STORED).half()
+    """As close as half precision comes; without a sign, which kernels would take for a part of the number."""
+    halves = (values * STORED).half().abs()
     if not bool(torch.isfinite(halves).all()):
         largest = values.max() * 127
         raise ModelFileError(f"weights as large as {largest:.3g} cannot be quantized; use dtype float32")

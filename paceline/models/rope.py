@@ -46,6 +46,9 @@ def frequencies(rope: RopeConfig, width: int, num_positions: int = 0) -> tuple[T
         if (count := len(divisors)) != width // 2:
             raise ConfigError(f"{count} rotary divisors for a head of {width}; the file should hold half")
         return plain / torch.tensor(divisors), rope.attention_factor or 1.0
+    if rope.kind == "proportional":
+        turned = int(rope.factor * width // 2)
+        return torch.where(torch.arange(width // 2) < turned, plain, 0.0), 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":  # long waves are slowed, short ones stay, those between are blended

@@ -6,6 +6,7 @@ Invariant: nothing else asks which kind of device it runs on in order to choose 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output, PassSizes
 from paceline.heads.attending import TorchBlockHead, TorchChainHead
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
-from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
+from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend, TreeShape
 from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder as TorchDecoder
 from paceline.models.quantize import bits_of
+from paceline.models.shard import Group, Slices, gather_products
 
 if TYPE_CHECKING:
     from paceline.loaders.head_files import HeadInput
@@ -40,9 +42,7 @@ class Decoder(Protocol):
     @property
     def num_bytes(self) -> int: ...
     @property
-    def is_exact(self) -> bool: ...  # a row's bits depend on its own context alone
-    @property
-    def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
+    def is_exact(self) -> bool: ...  # a row's bits depend on its own context alone, wherever in a tree it is
     @property
     def picks_cuts(self) -> bool: ...  # chooses tokens under top-k, top-p and min-p, too
     @property
@@ -60,14 +60,13 @@ class Backend(Protocol):
     @property
     def is_async(self) -> bool: ...  # a pass goes on after `forward` has returned; reading its output waits
     @property
-    def default_dtype(self) -> str: ...  # of the weights, where none is asked for
-    @property
     def most_drafted(self) -> int: ...  # requests of a batch beyond which drafting costs more than it brings,
     @property
     def most_matched(self) -> int: ...  # and drafts that are made on the host do
     @property
     def num_recordings(self) -> int: ...  # of graphs so far: a step that recorded took longer than usual
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
+    def default_dtype(self, source: Any) -> str: ...  # of a checkpoint's weights, where none is asked for
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
     # Before the first request: passes of these sizes that keep these layers' hidden states, or stop at one.
@@ -81,21 +80,26 @@ class Backend(Protocol):
     # Passes without the host, with chains of up to `length` tokens drafted by a head and, where the device
     # can, a matcher; None: it has none for these.
     def burst(
-        self, decoder: Any, kv: Sequence[LayerCache], head: ChainHead | None, length: int
-    ) -> BurstBackend | None: ...
+        self, decoder: Any, kv: Sequence[LayerCache], head: ChainHead | None, length: int,
+        trees: Sequence[TreeShape] = (),
+    ) -> BurstBackend | None: ...  # fmt: skip
 
 
 class TorchBackend:
     """The reference: every pass and head in plain torch on any device. Slow and readable: for tests."""
 
-    default_dtype, is_async, num_recordings = "float32", False, 0
+    is_async, num_recordings = False, 0
     most_drafted = most_matched = 1 << 30
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, group: Group | None = None) -> None:
+        """group: the ranks that have a part each of what it loads."""
+        self.device, self.group = device, group
 
     def check_dtype(self, dtype: str) -> None:
         bits_of(dtype)
+
+    def default_dtype(self, source: Any) -> str:
+        return "float32"
 
     def kv_format(self, dtype: str, asked: str) -> KvFormat:
         if asked != "auto":
@@ -103,7 +107,12 @@ class TorchBackend:
         return FLOATS
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> TorchDecoder:
-        return TorchDecoder.load(source, dtype=dtype, device=str(self.device), context=context)
+        given: dict[str, Any] = {"dtype": dtype, "device": str(self.device), "context": context}
+        if self.group is None:
+            return TorchDecoder.load(source, **given)
+        decoder = TorchDecoder.load(Slices(source, self.group.shard), **given)
+        gather_products(decoder, self.group)
+        return decoder
 
     def record(self, *_: Any) -> None:
         """There is nothing to record."""
@@ -125,23 +134,26 @@ class TorchBackend:
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
-    def burst(self, decoder: Any, kv: Sequence[LayerCache], head: Any, length: int) -> None:
+    def burst(self, *_: Any) -> None:
         return None
 
 
-def backend_for(device: torch.device, kernels: str = "exact", exact: bool = False) -> Backend:
-    """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are."""
+def backend_for(
+    device: torch.device, kernels: str = "exact", exact: bool = False, group: Any = None, num_stages: int = 1
+) -> Backend:
+    """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are.
+    num_stages: of a pipeline, that are processes of this machine."""
     if kernels not in KERNELS:
         raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
     if kernels == "torch":
-        return TorchBackend(device)
+        return TorchBackend(device, group)
     if device.type == "cuda":
         from paceline.cuda.backend import CudaBackend
 
-        return CudaBackend(device, exact)
+        return CudaBackend(device, exact, group=group)
     from paceline.cpu.backend import CpuBackend
 
-    return CpuBackend()
+    return CpuBackend(group=group, num_stages=num_stages)
 
 
 def resolve(name: str) -> torch.device:
@@ -158,12 +170,20 @@ def resolve(name: str) -> torch.device:
     return torch.device(name)
 
 
+def weight_bytes(model: ModelConfig, dtype: str) -> float:
+    """Of a GPU, scales counted. Files in FP8 have embedding and output layer in 16 bits; those in MXFP4 all
+    but experts, where there are some, and vectors, which are few."""
+    narrow = ".mlp.experts." if dtype == "mxfp4" and model.experts is not None else "layers."
+    width = {"int4": 0.57, "mxfp4": 0.54, "int8": 1.04, "fp8": 1.04, "float32": 4.0}.get(dtype, 2.0)
+    ends = 2.0 if dtype in ("fp8", "mxfp4") else width
+    shapes = model.weight_names().items()
+    return sum(math.prod(shape) * (width if narrow in name else ends) for name, shape in shapes)
+
+
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
     """Bytes that a KV cache can have: without swapping on a CPU, beside the weights on a GPU."""
     if device.type != "cpu":
-        weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())
-        width = {"int4": 0.57, "int8": 1.04, "float32": 4.0}.get(dtype, 2.0)  # bytes a weight, scales counted
-        return max(0, int(torch.cuda.mem_get_info(device)[0] - weights * width - SPARE_ON_GPU))
+        return max(0, int(torch.cuda.mem_get_info(device)[0] - weight_bytes(model, dtype) - SPARE_ON_GPU))
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.models.attention import FLOATS, KvFormat, LayerCache, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig, RecurrentConfig
 from paceline.runtime.backend import Backend, Decoder
-from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.kv_cache import KvCache, whole_blocks
 
 
 def blocks_in(memory: int, config: ModelConfig, kept: KvFormat) -> int:
@@ -49,16 +49,24 @@ class KvMemory:
         """There is one block more than is given out: rows that fill up a CUDA graph write to it. num_states:
         slots of each recurrent layer."""
         self.num_blocks, self.num_states = num_blocks, num_states
-        shape = (config.num_attending, (num_blocks + 1) * BLOCK_SIZE, config.num_kv_heads)
-        of_keys, of_values = row_widths(config, kept)
-        # both [layers, slots, KV heads, width]
-        self.keys = _zeros((*shape, of_keys), torch.device(device), kept.keys)
-        self.values = _zeros((*shape, of_values), torch.device(device), kept.values)
-        self.device = self.keys.device
-        self.layers: list[LayerCache] = list(zip(self.keys, self.values, strict=True))
-        if (recurrent := config.recurrent) is not None:
-            for i in (i for i, is_recurrent in enumerate(recurrent.layers) if is_recurrent):
-                self.layers.insert(i, self._states(recurrent, num_states))
+        layers = range(config.num_layers)
+        # keys and values of each kind of layer: [layers, slots, KV heads, width]
+        self.parts: list[torch.Tensor] = []
+        of_kinds = []
+        for kind, own in enumerate(config.kinds):
+            count = sum(config.kind_of(i) == kind and not config.is_recurrent(i) for i in layers)
+            shape = (count, (num_blocks + 1) * BLOCK_SIZE, own.num_kv_heads)
+            widths = zip(row_widths(own, kept), (kept.keys, kept.values), strict=True)
+            pair = [_zeros((*shape, width), torch.device(device), dtype) for width, dtype in widths]
+            self.parts += pair
+            of_kinds.append(zip(*pair, strict=True))
+        self.device = self.parts[0].device
+        self.layers: list[LayerCache] = [
+            self._states(config.recurrent, num_states)
+            if config.recurrent is not None and config.is_recurrent(i)
+            else next(of_kinds[config.kind_of(i)])
+            for i in layers
+        ]
 
     def _states(self, sizes: RecurrentConfig, num: int) -> LayerCache:
         """A layer's: [slots, heads, key, value] and, for its convolution, [slots, kernel - 1, mixed]."""
@@ -67,17 +75,23 @@ class KvMemory:
         return states, tails
 
     def apply(self, moves: Moves) -> None:
-        for data in (self.keys, self.values):  # all are gathered before any is written
+        for data in self.parts:  # all are gathered before any is written
             data[:, moves.targets] = data[:, moves.sources]
+
+    def blocks(self) -> dict[str, torch.Tensor]:
+        """[layers, blocks, BLOCK_SIZE, KV heads, width] each: keys and values of each kind of layer."""
+        return {f"{i}": data.unflatten(1, (-1, BLOCK_SIZE)) for i, data in enumerate(self.parts)}
 
     def touch(self, blocks: list[int]) -> None:
         """Write zeros there: memory that was never written may not be mapped, and its first use is slow."""
-        for data in (self.keys, self.values):
+        for data in self.parts:
             for block in blocks:
                 data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
 
 
 class LocalExecutor:
+    num_ranks = num_stages = 1
+
     def __init__(self, backend: Backend, decoder: Decoder, memory: KvMemory) -> None:
         self.backend, self.decoder, self.memory = backend, decoder, memory
         self.kv = KvCache(memory.num_blocks, memory.num_states)  # the driver's books of that memory
@@ -88,7 +102,7 @@ class LocalExecutor:
         context: int | None = None,
     ) -> LocalExecutor:  # fmt: skip
         """kv: the kv_cache_dtype asked for."""
-        dtype = dtype or backend.default_dtype
+        dtype = dtype or backend.default_dtype(source)
         decoder, kept = backend.load(source, dtype, context), backend.kv_format(dtype, kv)
         return cls(backend, decoder, KvMemory(source.config, num_blocks, backend.device, kept))
 
@@ -108,9 +122,19 @@ class LocalExecutor:
         hidden_layers: Sequence[int] = (), top_tokens: int = 0,
     ) -> Output:  # fmt: skip
         """Logits of the rows each segment asks for, in order. Stops after `num_layers` layers if given."""
-        batch, kv = self._ready(segments), self.memory.layers
-        output = self.decoder.forward(batch, kv, num_layers=num_layers, hidden_layers=hidden_layers)
+        output = self.run(self._ready(segments), num_layers, hidden_layers)
         return output._replace(top=self.backend.top(output.logits, top_tokens)) if top_tokens else output
+
+    def run(
+        self, batch: Batch, num_layers: int | None, hidden_layers: Sequence[int],
+        x: torch.Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        """x: what enters a stage of a pipeline behind the first."""
+        layers, more = self.memory.layers, dict[str, Any]() if x is None else {"x": x}
+        return self.decoder.forward(batch, layers, num_layers=num_layers, hidden_layers=hidden_layers, **more)
+
+    def apply(self, moves: Moves) -> None:
+        self.memory.apply(moves)
 
     def burst(self, backend: BurstBackend, segments: Sequence[Segment], given: BurstInput) -> Burst:
         """Passes without the host. segments: the longest draft of each request, of which only the root is
@@ -120,16 +144,61 @@ class LocalExecutor:
     def _ready(self, segments: Sequence[Segment]) -> Batch:
         batch = build(segments, self.memory.device, self.kv.take_moves())
         if batch.moves is not None:
-            self.memory.apply(batch.moves)
+            self.apply(batch.moves)
         return batch
+
+    def kept(self, count: int) -> dict[str, torch.Tensor]:
+        """What `export` gives of so many tokens, without memory."""
+        blocks = self.memory.blocks()
+        return {
+            name: torch.empty(data[:, : count // BLOCK_SIZE].shape, dtype=data.dtype, device="meta")
+            for name, data in blocks.items()
+        }
+
+    def export(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """K/V of a prompt's whole blocks, if all of them are found; nothing else."""
+        cached = Cached()
+        self.kv.adopt_prefix(cached, tokens)
+        try:
+            if cached.num_cached < whole_blocks(tokens):
+                return {}
+            self._move()
+            return {name: data[:, cached.blocks].cpu() for name, data in self.memory.blocks().items()}
+        finally:
+            self.kv.free(cached)
+
+    def adopt(self, tokens: Sequence[int], parts: Mapping[str, torch.Tensor]) -> bool:
+        """Such K/V become findable here; False if there is no room."""
+        cached, count = Cached(), whole_blocks(tokens)
+        self.kv.adopt_prefix(cached, tokens)
+        first = len(cached.blocks)
+        try:
+            if not self.kv.reserve(cached, count):
+                return False
+            self._move()
+            for name, data in self.memory.blocks().items():
+                data[:, cached.blocks[first:]] = parts[name][:, first:].to(data.device)
+            cached.num_cached = count
+            self.kv.register(cached, tokens[:count])
+        finally:
+            self.kv.free(cached)
+        return True
+
+    def _move(self) -> None:
+        """What is written down for the next pass, now: others look at the memory."""
+        if (moves := self.kv.take_moves()) is not None:
+            self.memory.apply(moves)
 
     def warm_up(self, top_tokens: int = 0) -> None:
         """One token through all layers: what is compiled or read lazily is done before a request waits."""
         cached = Cached()
         if self.kv.reserve(cached, 1):
-            self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)
+            len(self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens).logits)
             self.kv.free(cached)
 
     def record(self, sizes: PassSizes, layers: Sequence[int] = (), depth: int | None = None) -> None:
         """All passes that will be asked for, where a device replays them."""
         self.backend.record(self.decoder, self.memory.layers, sizes, layers, depth)
+
+    def close(self) -> None:
+        """Whatever runs elsewhere ends."""

@@ -20,6 +20,9 @@ from itertools import chain, takewhile
 from paceline.core.types import BLOCK_SIZE, Cached, Moves
 from paceline.runtime.states import States
 
+# A block's name, the name before it and its tokens when it becomes findable; None for both when it is lost.
+BlockEvent = tuple[bytes, bytes | None, Sequence[int] | None]
+
 
 def block_names(tokens: Sequence[int], known: Sequence[bytes] = ()) -> Iterator[bytes]:
     """Of the full blocks of `tokens` after the known ones: each stands for its tokens and all before them."""
@@ -28,6 +31,11 @@ def block_names(tokens: Sequence[int], known: Sequence[bytes] = ()) -> Iterator[
         packed = array("I", tokens[start : start + BLOCK_SIZE]).tobytes()
         name = hashlib.blake2b(name + packed, digest_size=16).digest()
         yield name
+
+
+def whole_blocks(tokens: Sequence[int]) -> int:
+    """Tokens in the full blocks of a prompt that others may find: its last token is always computed."""
+    return max(len(tokens) - 1, 0) // BLOCK_SIZE * BLOCK_SIZE
 
 
 class KvCache:
@@ -40,6 +48,7 @@ class KvCache:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_name: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self.events: list[BlockEvent] | None = None  # where a publisher reads them
         self._moves: dict[int, int] = {}  # target slot -> the slot whose value before any of them it gets
 
     @property
@@ -89,7 +98,9 @@ class KvCache:
         for block in fresh:
             self._holders[block] = 1
             if block in self._name_of:
-                del self._by_name[self._name_of.pop(block)]
+                del self._by_name[name := self._name_of.pop(block)]
+                if self.events is not None:
+                    self.events.append((name, None, None))
         for i in shared:
             source, copy = blocks[i], fresh.pop()
             inside = range(BLOCK_SIZE)
@@ -168,6 +179,10 @@ class KvCache:
             cached.block_hashes.append(name)
         cached.num_cached = len(cached.blocks) * BLOCK_SIZE
 
+    def num_known(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt that would be found."""
+        return BLOCK_SIZE * sum(1 for _ in takewhile(self._by_name.__contains__, block_names(tokens[:-1])))
+
     def fork(self, source: Cached, target: Cached, num_tokens: int) -> None:
         """`target` shares the first tokens of `source`, the last block too if it is only part full."""
         assert not target.blocks
@@ -181,10 +196,14 @@ class KvCache:
         """Make the full blocks of `tokens`, whose K/V are in place, findable by others with that prefix. The
         first block of a name keeps it; an equal one stays private."""
         for name in block_names(tokens, cached.block_hashes):
-            block = cached.blocks[len(cached.block_hashes)]
+            number = len(cached.block_hashes)
+            block, before = cached.blocks[number], cached.block_hashes[-1] if number else b""
             cached.block_hashes.append(name)
             if name not in self._by_name and block not in self._name_of:
                 self._by_name[name], self._name_of[block] = block, name
+                if self.events is not None:
+                    own = tokens[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+                    self.events.append((name, before, own))
 
     def check(self, holdings: Sequence[Cached]) -> None:
         """Assert that the books balance against all sequences."""

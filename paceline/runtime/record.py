@@ -19,6 +19,8 @@ from paceline.core.watch import Watch
 if TYPE_CHECKING:
     import torch
 
+    from paceline.heads.rows import TreeShape
+
 Scheduled = Sequence[ScheduledRequest]
 # By drafter: nodes of its longest draft, seconds (None: within the pass's).
 Drafting = dict[int, tuple[int, float | None]]
@@ -44,6 +46,8 @@ class StepRecord:
     top: torch.Tensor | None = None  # [L, k]: the most likely tokens at each node
     has_more: bool = False  # a pass that goes on from this one is under way, and writes to reserved slots
     is_start: bool = False  # the first of a burst that goes on: getting it ready took longer than a round
+    is_in_place: bool = False  # the device has moved the accepted rows' K/V to where the text continues
+    tree: TreeShape | None = None  # that a head has drafted in a burst; None: a chain
     is_plain: bool = False  # nothing was asked for, by choice: plain decoding's own time
     pass_seconds: float | None = None  # of the pass alone; None where it cannot be told
     seconds: float | None = None  # from the commit before to this one; None where that is not known
@@ -71,9 +75,11 @@ def judge(
     scheduled: Scheduled, drafts: Sequence[Draft | None], output: Output,
     watch: Watch | None = None, has_logits: bool = True,
 ) -> list[Judged]:  # fmt: skip
-    """has_logits: they were not overwritten by a pass that followed."""
+    """has_logits: they were not overwritten by a pass that followed. A stage does not send them either where
+    picks are enough."""
     judged: list[Judged] = []
-    picked, first = output.picked if watch is None else None, 0  # row of the logits
+    has_logits = has_logits and len(output.logits) > 0
+    picked, first = output.picked if watch is None or not has_logits else None, 0  # row of the logits
     for one, draft in zip(scheduled, drafts, strict=True):
         first += one.num_scored
         nodes = slice(first, first + (0 if draft is None else len(draft.tree.tokens)))

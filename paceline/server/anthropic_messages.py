@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -18,7 +18,6 @@ from paceline.server.formats import Fields
 from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError, anthropic_body
 from paceline.server.responses_types import Common
-from paceline.server.writer import Writer
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config"}  # the chat's, and those here
 CHOICES = {"auto": None, "any": "required", "none": "none"}
@@ -84,23 +83,18 @@ def _text(blocks: Sequence[types.TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 
-@dataclass(slots=True)
-class MessageWriter:
+@dataclass(slots=True, kw_only=True)
+class MessageWriter(Blocks):
     body: types.MessageRequest
-    writer: Writer
-    _blocks: Blocks = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._blocks = Blocks(self.writer)
 
     @property
     def name(self) -> str:
         return f"msg_{self.writer.call.name}"
 
     async def whole(self) -> Fields:
-        async for _ in self._blocks.read():
+        async for _ in self.read():
             pass
-        content = [_block_json(block, is_whole=True) for block in self._blocks.found]
+        content = [_block_json(block, is_whole=True) for block in self.found]
         return {**self._frame(), "content": content, **self._end(), "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Fields]:
@@ -109,7 +103,7 @@ class MessageWriter:
             empty: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield {"type": "message_start", "message": {**self._frame(), **empty}}
             yield {"type": "ping"}
-            async for move, block, piece in self._blocks.read():
+            async for move, block, piece in self.read():
                 place = {"index": block.index}
                 if move == "open":
                     opening = _block_json(block, is_whole=False)
@@ -127,7 +121,7 @@ class MessageWriter:
         return {"id": self.name, "type": "message", "role": "assistant", "model": self.writer.model}
 
     def _end(self) -> Fields:
-        finish, stop = self._blocks.finish, self.writer.call.ends[0]["stop"]
+        finish, stop = self.finish, self.writer.call.ends[0]["stop"]
         if finish == "stop" and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": REASONS.get(finish, "end_turn"), "stop_sequence": None}

@@ -35,10 +35,8 @@ class Conversation:
         own["reasoning_content"] = own.get("reasoning_content", "") + text
 
     def call(self, name: str, call_id: str, arguments: str) -> None:
-        function = {"name": name, "arguments": arguments}
-        self._own().setdefault("tool_calls", []).append(
-            {"id": call_id, "type": "function", "function": function}
-        )
+        made = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._own().setdefault("tool_calls", []).append(made)
 
     def answer(self, call_id: str, text: str) -> None:
         known = {call["id"] for message in self.messages for call in message.get("tool_calls", ())}

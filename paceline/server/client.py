@@ -25,6 +25,9 @@ from paceline.server.responses import ApiError, from_engine, unavailable
 State = Literal["starting", "ok", "restarting", "draining"]
 PING_EVERY_S = 1.0
 PATIENCE_S = 3.0  # for a process whose socket is closed to end
+IMPORTS_S = (
+    30.0  # for a new engine to say something at all: Python reads the libraries, and cores may be busy
+)
 BACKOFF_S, MOST_BACKOFF_S = 0.2, 30.0  # doubled for each engine in a row that could not even start
 
 
@@ -95,6 +98,12 @@ class EngineClient:
             raise self._too_slow() from None
         finally:
             self._answers.pop(name, None)
+            if answer.cancelled():  # nobody waits any more
+                self._send({"do": "abort", "id": name})
+
+    def release(self, name: str) -> None:
+        """What was made for a question is not needed any more."""
+        self._send({"do": "release", "id": name})
 
     def _too_slow(self) -> ApiError:
         what = f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens"
@@ -130,7 +139,7 @@ class EngineClient:
     async def _serve_one(self) -> None:
         """One engine process from its birth to its death."""
         started = self._heard_at = time.monotonic()
-        process, channel = processes.start("paceline.server.worker")
+        process, channel = processes.start("paceline.server.worker", has_session=True)
         reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=processes.LONGEST)
         self.metrics.gauge("engine_pid", process.pid)
         self._send(self.config.engine_setup())
@@ -143,11 +152,10 @@ class EngineClient:
         finally:
             guard.cancel()
             self._writer.close()  # the process ends when it reads the end
-            try:
-                status = await asyncio.to_thread(process.wait, PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = await asyncio.to_thread(process.wait)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, PATIENCE_S)
+            processes.kill(process)  # and its ranks, of which one may be stopped
+            status = await asyncio.to_thread(process.wait)
         if not self.started.is_set():  # nor ever will be
             ended = f"the engine ended with status {status} while it was starting; see the lines above"
             self.fatal = self.fatal or ended
@@ -155,15 +163,16 @@ class EngineClient:
         log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
 
     async def _guard(self, process: subprocess.Popen[bytes]) -> None:
-        """An engine that gives no sign of life for too long is killed; `run` starts another."""
+        """An engine that gives no sign of life for too long is killed; `run` starts another. While it reads a
+        model it says by itself that it lives, but not until Python has read the libraries."""
         while True:
             await asyncio.sleep(PING_EVERY_S)
-            if not self._is_ready:
-                continue  # reading a model may take its time
-            self._send({"do": "ping"})
-            if time.monotonic() - self._heard_at > self.config.engine_timeout:
-                log("engine does not answer", logging.ERROR, seconds=self.config.engine_timeout)
-                process.kill()
+            limit = self.config.engine_timeout + (0.0 if self._is_ready else IMPORTS_S)
+            if self._is_ready:
+                self._send({"do": "ping"})
+            if time.monotonic() - self._heard_at > limit:
+                log("engine does not answer", logging.ERROR, seconds=limit)
+                processes.kill(process)
 
     def _take(self, message: processes.Message, started: float) -> None:
         kind, name = message["is"], message.get("id", "")

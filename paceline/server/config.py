@@ -6,26 +6,30 @@ say where they stood.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, option, options_of, parsed, require
 from paceline.server.formats import FORMATS
 
-PREFIX = "PACELINE_"
-HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
+PREFIX, LOOPBACK = "PACELINE_", ("127.0.0.1", "localhost", "::1")
+HTTP, ACCESS, LIMITS, APART, SCALE = "HTTP", "Access", "Limits", "Prefill and decode apart", "Scale"
 # The least and the most that settings may be; timeouts in seconds.
 BOUNDS: tuple[tuple[float, float | None, tuple[str, ...]], ...] = (
     (0, None, ("max_queue", "max_stored_responses", "max_stored_bytes", "drain_timeout")),
     (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout", "key_requests", "key_tokens")),
-    (0.1, None, ("request_timeout", "body_timeout")),
+    (0.1, None, ("request_timeout", "body_timeout", "prefill_timeout")),
+    (16, None, ("prefill_min_tokens",)),
     (0, 65_535, ("port",)),
-    (1, 1024, ("max_choices",)),
+    (1, 1024, ("max_choices", "replicas", "replica_cpus")),
     (16, 500_000, ("max_grammar_bytes",)),
     (1024, 2**30, ("max_request_bytes",)),
 )
@@ -67,6 +71,17 @@ class ServerConfig(EngineOptions):
     drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
     engine_timeout: float = option(120.0, LIMITS, "Seconds of silence after which the engine is restarted.")
 
+    role: str = option("both", APART, "both; prefill: also reads prompts for others; decode: has them read.")
+    prefill: str | None = option(None, APART, "With --role decode: the prefill server's address.")
+    prefill_api_key: str | None = option(None, APART, "Its key; safer as a variable.")
+    prefill_min_tokens: int = option(256, APART, "Prompts with fewer that are new are read here.")
+    prefill_timeout: float = option(30.0, APART, "Seconds after which a prompt is read here after all.")
+    replicas: int | None = option(None, SCALE, "This number of servers behind one address, on Ray Serve.")
+    autoscale: str | None = option(None, SCALE, "LEAST:MOST, as 1:8: as many of them as the load asks for.")
+    replica_cpus: int | None = option(None, SCALE, "Cores of each; left out: an equal part of all.")
+    address: str | None = option(None, SCALE, "A Ray cluster to join: auto, or HOST:PORT; else one starts.")
+    kv_events: str | None = option(None, SCALE, "Say which blocks are cached, for routers: tcp://*:5557.")
+
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
         for least, most, names in BOUNDS:
@@ -80,22 +95,66 @@ class ServerConfig(EngineOptions):
         parser = self.tool_call_parser
         remedy = f"use one of {', '.join(FORMATS)}, or leave it out"
         require(parser is None or parser in FORMATS, "tool_call_parser", parser, remedy)
+        roles = ("both", "prefill", "decode")
+        require(self.role in roles, "role", self.role, f"use one of {', '.join(roles)}")
+        is_paired = (self.role == "decode") == (self.prefill is not None)
+        require(is_paired, "prefill", self.prefill, "give --role decode and --prefill ADDRESS, or neither")
+        if self.prefill is not None:
+            check_url(self.prefill)
+        is_shut = self.role != "prefill" or self.host in LOOPBACK or self.api_key or self.api_key_file
+        require(bool(is_shut), "role", self.role, "give --api-key-file: prompts' K/V would be open to all")
         has_both = (self.ssl_certfile is None) == (self.ssl_keyfile is None)
         require(has_both, "ssl_keyfile", self.ssl_keyfile, "give --ssl-certfile and --ssl-keyfile")
         if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not shown
             what = "api_key holds an empty key or one that is not ASCII"
             raise ConfigError(f"{what}; give one or more characters")
 
+        self._check_scale()
+
+    def _check_scale(self) -> None:
+        least, most = self.spread
+        is_usable = self.autoscale is None or 1 <= least <= most <= 1024
+        require(is_usable, "autoscale", self.autoscale, "write LEAST:MOST, two numbers from 1 on, as 1:8")
+        is_alone = self.replicas is None or self.autoscale is None
+        require(is_alone, "autoscale", self.autoscale, "give it without replicas: it chooses their number")
+        for name in ("address", "replica_cpus"):
+            value, remedy = getattr(self, name), "it is for --replicas or --autoscale; give one of them"
+            require(value is None or most > 0, name, value, remedy)
+        is_place = self.kv_events is None or re.fullmatch(r"tcp://[^:/]+:\d{1,5}", self.kv_events)
+        require(bool(is_place), "kv_events", self.kv_events, "write tcp://ADDRESS:PORT, as tcp://*:5557")
+
+    @property
+    def spread(self) -> tuple[int, int]:
+        """The fewest and the most replicas; (0, 0): this process serves by itself."""
+        if self.autoscale is None:
+            return self.replicas or 0, self.replicas or 0
+        found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", self.autoscale)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
     def engine_setup(self) -> dict[str, Any]:
         """What the engine process is given: its options, and limits that it checks in tokens."""
         own = {each.name for each in fields(EngineOptions)}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata and f.name in own}
         limits = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_completion_tokens")}
-        return {"engine": options, "limits": limits, "log_level": self.log_level}
+        told = {"log_level": self.log_level, "kv_events": self.kv_events}
+        asks: dict[str, Any] | None = None
+        if self.prefill is not None:
+            asks = {"url": self.prefill, "key": self.prefill_api_key}
+            asks |= {"least": self.prefill_min_tokens, "timeout": self.prefill_timeout}
+        apart = {"gives": self.role == "prefill", "asks": asks}
+        return {"engine": options, "limits": limits, **told, "apart": apart}
 
     def to_log(self) -> dict[str, Any]:
         """All settings but the keys."""
-        return {**asdict(self), "api_key": len(self.api_key)}
+        hidden = {"api_key": len(self.api_key), "prefill_api_key": int(self.prefill_api_key is not None)}
+        return asdict(self) | hidden
+
+
+def check_url(url: str) -> None:
+    parts, is_usable = urlsplit(url), False
+    with suppress(ValueError):  # a port that is no number
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    require(is_usable, "prefill", url, "give an address such as http://127.0.0.1:8001")
 
 
 def resolve(flags: Mapping[str, Any], variables: Mapping[str, str], file: str | None = None) -> ServerConfig:

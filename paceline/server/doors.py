@@ -5,10 +5,11 @@ responses that are kept, a client sees those made with its own key.
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -17,12 +18,44 @@ from starlette.responses import Response
 from paceline.server import anthropic_messages, openai_responses
 from paceline.server.anthropic_types import CountRequest, MessageRequest
 from paceline.server.formats import Fields
-from paceline.server.response_store import ResponseStore
 from paceline.server.responses import ApiError, JsonResponse, from_validation
 from paceline.server.responses_types import ResponseRequest
+from paceline.server.service import Service
 
-if TYPE_CHECKING:
-    from paceline.server.app import Service
+
+class ResponseStore:
+    """Responses for `previous_response_id` and GET, in memory: those last used. What is kept never exceeds a
+    number and a number of bytes."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self._kept: OrderedDict[tuple[bytes, str], bytes] = OrderedDict()  # the last used at the end
+        self._num_bytes = 0
+
+    def put(self, owner: bytes, response: Fields, messages: list[Fields]) -> None:
+        """The response, and the conversation with it. One that is too large alone is not kept."""
+        data = json.dumps({"response": response, "messages": messages}).encode()
+        if len(data) > self.most_bytes:
+            return
+        self._kept[owner, response["id"]] = data
+        self._num_bytes += len(data)
+        while len(self._kept) > self.most or self._num_bytes > self.most_bytes:
+            self._num_bytes -= len(self._kept.popitem(last=False)[1])
+
+    def get(self, owner: bytes, name: str, param: str | None = None) -> Fields:
+        self._check(owner, name, param)
+        self._kept.move_to_end((owner, name))
+        return dict(json.loads(self._kept[owner, name]))
+
+    def delete(self, owner: bytes, name: str) -> None:
+        self._check(owner, name, None)
+        self._num_bytes -= len(self._kept.pop((owner, name)))
+
+    def _check(self, owner: bytes, name: str, param: str | None) -> None:
+        if (owner, name) not in self._kept:
+            what = f"there is no response {name!r:.80} here: it was never kept, or was deleted, or made room"
+            what += f" (this server keeps the last {self.most:,}); send the whole conversation as input"
+            raise ApiError(404, what, "previous_response_not_found" if param else "response_not_found", param)
 
 
 class Doors:
@@ -54,7 +87,7 @@ class Doors:
                 said = openai_responses.as_messages(response["output"], messages)
                 self.store.put(owner, response, said)
 
-        door = partial(openai_responses.ResponseWriter, body, keep=keep)
+        door = partial(openai_responses.ResponseWriter, body=body, keep=keep)
         return await self.service.answer(request, job, door=door)
 
     async def response(self, request: Request, name: str) -> Response:
@@ -69,7 +102,8 @@ class Doors:
     async def messages(self, request: Request, body: MessageRequest) -> Response:
         with _named(anthropic_messages.NAMES):
             job = self.service.translator(body.model).chat(anthropic_messages.as_chat(body))
-        return await self.service.answer(request, job, door=partial(anthropic_messages.MessageWriter, body))
+        door = partial(anthropic_messages.MessageWriter, body=body)
+        return await self.service.answer(request, job, door=door)
 
     async def count_tokens(self, body: CountRequest) -> Response:
         with _named(anthropic_messages.NAMES):

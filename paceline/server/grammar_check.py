@@ -23,8 +23,8 @@ from paceline.core.grammar import GrammarCompiler, GrammarTokenizer
 from paceline.core.params import StructuredOutputs
 from paceline.server import processes
 
-LIMIT_S = 2.0
-START_S = 60.0  # for the process to read the tokenizer, on a busy machine
+LIMIT_S = 2.0  # of computing, not by the clock: on a busy machine a grammar may wait for its turn
+START_S = 60.0  # by the clock: for the process to read the tokenizer, or to come to an end
 MAX_BYTES = 4 * 2**30
 KNOWN = 256  # grammars remembered as good
 TOO_HARD = f"the grammar or schema takes over {LIMIT_S:g} seconds or too much memory to compile; simplify it"
@@ -51,7 +51,7 @@ class GrammarChecker:
             sizes = {"vocab_size": self._tokenizer.vocab_size, "model_vocab_size": self._vocab_size}
             if problem := self._ask({**known, **sizes}, START_S, "grammars cannot be used with this model"):
                 self._stop()
-        if problem := problem or self._ask(json.loads(spec), LIMIT_S, TOO_HARD):
+        if problem := problem or self._ask(json.loads(spec), START_S, TOO_HARD):
             raise GrammarError(problem)
 
     def _ask(self, message: processes.Message, seconds: float, too_late: str) -> str | None:
@@ -83,8 +83,8 @@ def main() -> None:
     file = channel.makefile("rb")
     while (message := processes.unpack(file.readline())) is not None:
         problem = None
-        # The engine ends what takes too long; this does where the engine was killed meanwhile.
-        signal.alarm(int(LIMIT_S if compiler else START_S) + 1)
+        if compiler is not None:
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # which ends the process
         try:
             if compiler is None:
                 # as much of the tokenizer as a grammar needs
@@ -94,7 +94,7 @@ def main() -> None:
                 compiler.matcher(StructuredOutputs(**message))
         except (PacelineError, RecursionError, MemoryError) as error:
             problem = str(error) or "the grammar or schema is too large; simplify it"
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         channel.sendall(processes.pack({"error": problem}))
 
 

@@ -6,7 +6,10 @@ this raises means that the engine cannot answer the simplest request any more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
@@ -18,6 +21,7 @@ from paceline.server import processes
 
 # In the messages of the system and of libraries.
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "start new thread")
+LEAST_BYTES = 2**26  # to be had by a process that does not lack memory
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
 
@@ -31,10 +35,30 @@ class OutOfMemory(RequestError):
 
 def unexpected(error: Exception) -> RequestError:
     """What the client is told of an error that was not raised for it; the log has the rest."""
-    is_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
-    if is_memory:
-        return OutOfMemory("there is too little memory for the request now; ask for less, or try again later")
+    if any(map(_tells_of_memory, _causes(error))) or _is_short():
+        what = "there is too little memory for the request now"
+        return OutOfMemory(f"{what}; ask for less, or try again later")
     return InternalError("the request failed inside the engine; the server's log says where")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """It, and what it was raised for: a library may say something else when it meets an error of memory."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _tells_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+def _is_short() -> bool:
+    """Whether hardly any memory can be had now: then that is why, whatever a library has said."""
+    try:
+        np.empty(LEAST_BYTES, np.uint8)  # the system promises it or refuses; none of it is touched
+    except MemoryError:
+        return True
+    return False
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from paceline.api.build import Built
 from paceline.api.inbox import Inbox
 from paceline.api.intake import Intake
 from paceline.api.results import Logprobs
-from paceline.cli.explain_steps import Recorder
+from paceline.cli.explain_steps import Recorder, details_json
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
@@ -26,7 +26,6 @@ from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.server import formats
 from paceline.server.grammar_check import GrammarChecker
-from paceline.server.steps import details_json
 
 PROMPT_END = 8  # tokens: as many as a tag that opens the reasoning may have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

@@ -52,6 +52,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "http_requests": ("Requests by route and status.", ("route", "status")),
     "requests_rejected": ("Requests that were turned away, by the error's code.", ("reason",)),
     "client_disconnects": ("Clients that left before their answer was complete.", ()),
+    "handovers": ("Prompts whose K/V came from the prefill server.", ()),
+    "handovers_failed": ("Prompts that were read here because it did not serve.", ()),
+    "requests_retried": ("Requests that were sent to a second replica.", ()),
     "engine_restarts": ("Engines that were started because one died.", ()),
 }
 GAUGES = {
@@ -63,6 +66,7 @@ GAUGES = {
     "engine_up": "1 while the engine can take requests.",
     "engine_start_seconds": "What the last start of the engine took.",
     "engine_pid": "The engine's process.",
+    "replicas": "Replicas that answer, where this is their front.",
 }
 IN_USE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_blocks_used")
 
@@ -145,15 +149,13 @@ class Metrics:
             self._grow(name, value)
         stats, prefix = added([message["figures"]["stats"]]), "spec_decode_num"
         self._grow(f"{prefix}_drafts", stats.num_drafts)
-        self._grow(f"{prefix}_draft_tokens", stats.num_drafted)
-        self._grow(f"{prefix}_accepted_tokens", stats.num_accepted)
-        for place, count in enumerate(stats.accepted_at):
-            self._grow(f"{prefix}_accepted_tokens_per_pos", count, str(place))
-        for drafter, counts in stats.by_source.items():
-            self._grow(f"{prefix}_draft_tokens_by_drafter", counts.num_drafted, drafter)
-            self._grow(f"{prefix}_accepted_tokens_by_drafter", counts.num_accepted, drafter)
+        counted: dict[str, Any] = {"": stats, **stats.by_source}  # in all, and by drafter
+        for drafter, counts in counted.items():
+            by, label = "_by_drafter" if drafter else "", [drafter] if drafter else []
+            self._grow(f"{prefix}_draft_tokens{by}", counts.num_drafted, *label)
+            self._grow(f"{prefix}_accepted_tokens{by}", counts.num_accepted, *label)
             for place, count in enumerate(counts.accepted_at):
-                self._grow(f"{prefix}_accepted_tokens_per_pos_by_drafter", count, drafter, str(place))
+                self._grow(f"{prefix}_accepted_tokens_per_pos{by}", count, *label, str(place))
 
     def _grow(self, name: str, total: float, *labels: str) -> None:
         key = (name, *labels)

@@ -93,7 +93,7 @@ class Logged:
         started, given = time.monotonic(), Headers(scope=scope).get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         state: dict[str, Any] = scope.setdefault("state", {})
-        state |= {"status": 0, "fields": {}}
+        state |= {"status": 0, "fields": {}, "name": name}
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,7 +15,6 @@ from paceline.server.formats import Fields
 from paceline.server.openai_types import ChatRequest
 from paceline.server.responses import ApiError
 from paceline.server.responses_types import Common, NamedTool, ResponseRequest
-from paceline.server.writer import Writer
 
 # What the chat underneath calls a field, and what it is called here.
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -65,16 +64,11 @@ def as_chat(body: ResponseRequest, messages: list[Fields]) -> ChatRequest:
     return ChatRequest.model_validate(asked | more)
 
 
-@dataclass(slots=True)
-class ResponseWriter:
+@dataclass(slots=True, kw_only=True)
+class ResponseWriter(Blocks):
     body: ResponseRequest
-    writer: Writer
     keep: Callable[[Fields], None]  # is given the response when it is complete
-    _blocks: Blocks = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def __post_init__(self) -> None:
-        self._blocks = Blocks(self.writer)
 
     @property
     def name(self) -> str:
@@ -95,12 +89,12 @@ class ResponseWriter:
     async def _events(self) -> AsyncIterator[Fields]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
-        async for move, block, piece in self._blocks.read():
+        async for move, block, piece in self.read():
             for event in self._moved(move, block, piece):
                 yield event
-        is_cut = self._blocks.finish == "length"
+        is_cut = self.finish == "length"
         status, why = ("incomplete", {"reason": "max_output_tokens"}) if is_cut else ("completed", None)
-        output = [self._item(block, _status(block)) for block in self._blocks.found]
+        output = [self._item(block, _status(block)) for block in self.found]
         response = self._response(status, incomplete_details=why, output=output, usage=self._usage())
         self.keep(response)
         yield self._event(status, response=response)

@@ -88,25 +88,34 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(Body):
-    """What completions and chats share."""
+class Shared(Body):
+    """What every protocol is asked in the same words."""
 
     model: str | None = None
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    speculative: bool | str | Speculative | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31)
+    service_tier: str | None = None  # of no influence here
+
+
+class Sampling(Shared):
+    """What completions and chats share."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    min_p: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     # Each of these collections is gone through at every token, between steps that others wait for.
     stop: Annotated[str | list[str] | None, AfterValidator(_few_stops)] = None
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -117,18 +126,14 @@ class Sampling(Body):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    speculative: bool | str | Speculative | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31)
     # Of no influence here:
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

@@ -1,7 +1,7 @@
 """The processes of the server: how they are started, the messages between them and their logs. Both are JSON
 objects, one a line, over a socket and on stderr.
 
-To the engine:   add, abort, tokenize, detokenize, ping                 (key "do")
+To the engine:   add, abort, tokenize, detokenize, handover, release, ping   (key "do")
 From the engine: ready, failed, answer, refused, step, pong             (key "is")
 
 Invariant: neither side runs anything it reads (JSON, never pickle). No prompt, no answer and no key is ever
@@ -10,13 +10,17 @@ handed to a log call; an error's message may quote what a client sent, so only i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 LONGEST = 2**30  # bytes of a message
@@ -24,15 +28,28 @@ LOGGER = logging.getLogger("paceline.server")
 Message = dict[str, Any]
 
 
-def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process that runs a module of this package, and our end of the socket whose number it is given."""
+def start(module: str, has_session: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that runs a module of this package, and our end of the socket whose number it is given.
+    has_session: in a session of its own, with what it starts, so that `kill` ends them together."""
     ours, theirs = socket.socketpair()
     with theirs:
         # -P: modules come from where they are installed, never from the folder the server was started in.
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, **quiet)
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        given["start_new_session"] = has_session
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **given)
     return process, ours
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """One that has a session, and all that share it: those of them that are stopped do not see that it is
+    gone."""
+    process.kill()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
+            if int(session) == process.pid:
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def pack(message: Message) -> bytes:

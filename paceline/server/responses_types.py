@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from paceline.server.openai_types import MOST_TOOLS, Body, Speculative
+from paceline.server.openai_types import MOST_TOOLS, Body, Shared
 
 MOST_ITEMS = 8192
 Roles = Literal["user", "assistant", "system", "developer"]
@@ -133,21 +133,10 @@ class Reasoning(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None  # the whole of it is given anyway
 
 
-class Common(Body):
-    """What both further doors are asked in the chat's own words."""
+class Common(Shared):
+    """What Responses and Messages are asked in the chat's own words."""
 
-    model: str | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    speculative: bool | str | Speculative | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
-    service_tier: str | None = None  # of no influence here
 
 
 class ResponseRequest(Common):

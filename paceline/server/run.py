@@ -15,17 +15,18 @@ import ssl
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.server import processes
-from paceline.server.app import Service, make_app
+from paceline.server.app import make_app
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig
 from paceline.server.metrics import Metrics
 from paceline.server.processes import log
+from paceline.server.service import Service
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 LAG_EVERY_S = 0.05
@@ -33,17 +34,56 @@ LAST_WORDS_S = 2  # for connections to close after their answers
 BACKLOG = 2048
 
 
+class Engine(Protocol):
+    """What answers: an engine of our own, or replicas that have one each."""
+
+    config: ServerConfig
+    metrics: Metrics
+    is_draining: bool
+    fatal: str | None  # why it could not be started at all
+    started: asyncio.Event  # it is there, or never will be
+
+    @property
+    def num_calls(self) -> int: ...
+    async def run(self) -> None: ...
+    async def drained(self, seconds: float) -> bool: ...
+    def fail_all(self, state: str) -> None: ...
+
+
 def serve(config: ServerConfig) -> int:
     """Until a signal; the exit status. What cannot work is found before anything is started."""
     processes.set_up_logs(config.log_level, "server")
-    name = config.served_model_name or DEFAULT_NAME
-    if not config.served_model_name and config.model != "default":
-        path = Path(config.model)
-        name = path.name.removesuffix(".gguf") if path.exists() else config.model
+    name = name_of(config)
     metrics = Metrics(name)
     engine = EngineClient(config, metrics)
+    return serve_app(make_app(Service(config, engine, metrics, name)), engine, name)
+
+
+def name_of(config: ServerConfig) -> str:
+    """What clients call the model."""
+    if config.served_model_name or config.model == "default":
+        return config.served_model_name or DEFAULT_NAME
+    path = Path(config.model)
+    return path.name.removesuffix(".gguf") if path.exists() else config.model
+
+
+def serve_app(app: Any, engine: Engine, name: str) -> int:
+    config = engine.config
+    http = http_server(app, config)
+    gc.collect()
+    # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
+    gc.freeze()
+    with listen(config) as listener, asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
+        host, port = listener.getsockname()[:2]
+        scheme, host = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
+        log("listening", url=f"{scheme}://{host}:{port}", model=name, settings=config.to_log())
+        return runner.run(_main(engine, http, listener))
+
+
+def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
     settings = uvicorn.Config(
-        make_app(Service(config, engine, metrics, name)),
+        app,
+        interface="asgi3",
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -65,14 +105,7 @@ def serve(config: ServerConfig) -> int:
         files = f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile}"
         raise ConfigError(f"{files} cannot be used ({error}); give PEM files") from None
     settings.http_protocol_class = _timed(settings.http_protocol_class, config.body_timeout)
-    gc.collect()
-    # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
-    gc.freeze()
-    with _listen(config) as listener, asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
-        host, port = listener.getsockname()[:2]
-        scheme, host = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
-        log("listening", url=f"{scheme}://{host}:{port}", model=name, settings=config.to_log())
-        return runner.run(_main(engine, http, listener))
+    return http
 
 
 def _timed(kind: Any, seconds: float) -> type[asyncio.Protocol]:
@@ -113,7 +146,7 @@ def _timed(kind: Any, seconds: float) -> type[asyncio.Protocol]:
     return Timed
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     is_six, address = ":" in config.host, (config.host, config.port)
     family, is_dual = socket.AF_INET6 if is_six else socket.AF_INET, is_six and socket.has_dualstack_ipv6()
     try:
@@ -127,7 +160,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _main(engine: EngineClient, http: uvicorn.Server, listener: socket.socket) -> int:
+async def _main(engine: Engine, http: uvicorn.Server, listener: socket.socket) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

@@ -85,9 +85,7 @@ class Translator(NamedTuple):
             _refuse_if(wanted is not None and wanted not in names, "tool_choice", what)
             forced = (wanted,) if wanted is not None else tuple(names)
             extra["structured_outputs"] = {"json": forced_schema(tools, wanted)}
-        is_json = bool(forced) or any(
-            {"json", "json_object"} & set(each) for each in _structured(body).values()
-        )
+        is_json = bool(forced) or any({"json", "json_object"} & set(s) for s in _structured(body).values())
         prompt, written = self._chat_prompt(body, tools), self._format()
         thinking = self.info["thinking"]
         if is_json:  # from the first token on: there is no room for reasoning
@@ -95,9 +93,8 @@ class Translator(NamedTuple):
             prompt["opening"] = FINAL if written.is_channels else ""
             written, thinking = HERMES if written.is_channels else written, None
         reading = Reading(written, names, thinking, forced, 1 if body.parallel_tool_calls is False else None)
-        return self._job(
-            body, [prompt], extra, reading=reading, has_reasoning=body.include_reasoning is not False
-        )
+        is_shown = body.include_reasoning is not False
+        return self._job(body, [prompt], extra, reading=reading, has_reasoning=is_shown)
 
     def _format(self) -> Format:
         return FORMATS[self.config.tool_call_parser or self.info["format"]]

@@ -1,37 +1,48 @@
 """The target writes training text into a folder of shards, with one engine or several that share a GPU.
 
-Shards are saved on the way and counted when a run is taken up again. Invariant: every token in the folder was
-chosen by the target; what is asked goes through the engine's own step, with a seed, so a run can be repeated.
+Shards are saved on the way, and they and the time they took are counted when a run is taken up again.
+Invariant: every token in the folder was chosen by the target; what is asked goes through the engine's own
+step, with a seed, so a run can be repeated.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import random
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
+from paceline.core.options import require
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
-from paceline.runtime.backend import resolve
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.loaders.fetch import whole
+from paceline.loaders.fields import read_json
+from paceline.loaders.tokenizer import Tokenizer
+from paceline.models.attention import bytes_per_token
+from paceline.models.config import ModelConfig
+from paceline.runtime.backend import SPARE_ON_GPU, backend_for, free_memory, resolve, weight_bytes
+from paceline.train.programs import with_programs
 from paceline.train.talk import Ask, Conversation, Style, conversations, varied
 from paceline.train.texts import Texts, Written, from_written, load_shard, load_shards, save_shard
 
 MAX_PROMPT = 1400  # tokens
 PART = 500_000  # answer tokens of a shard
 LOW_WATER = 0.6  # of the batch: below, new conversations are let in
-KV_BYTES = 6 << 30  # of each engine where several share a GPU
+LONGEST, USUAL = 2048, 800  # tokens of a prompt and its answer: what there may be, and what room is made for
+BATCHES = {"cpu": 16, "cuda": 256}  # conversations that an engine carries on at once
+BESIDE = 2 * SPARE_ON_GPU  # bytes of an engine beside its weights and KV cache: context, graphs, logits
+MOST_ENGINES, SHARE = 14, 100_000  # more wait for each other; answer tokens for which one is started
+SPENT = "spent.json"  # in the text's folder: seconds of writing so far
 
 
 class Writer:
@@ -98,30 +109,72 @@ class WriteConfig:
     is_varied: bool = False  # prompts are also summarized, translated, asked about, ... (talk.py)
     seed: int = 0
     num_tokens: int | None = None
-    seconds: float | None = None
-    processes: int = 1  # engines
+    seconds: float | None = None  # those of earlier calls counted
+    deadline: float = float("inf")  # of time.monotonic(): a later call goes on from there
+    processes: int | None = None  # engines; None: as many as the device has room for
+    code: float = 0.0  # share of conversations that are about programs
+
+
+class Engines(NamedTuple):
+    """What writes on a device."""
+
+    number: int
+    kv_bytes: int | None  # of each; None: the engine's own choice
+
+
+def engines_for(config: WriteConfig, model: ModelConfig) -> Engines:
+    """As asked, or as many as memory and cores of a GPU's machine allow: an engine is bound by Python."""
+    device = resolve(config.device)
+    if device.type == "cpu":
+        return Engines(config.processes or 1, None)
+    weights = weight_bytes(model, "bfloat16")
+    room = 0.95 * (free_memory(device, model, "bfloat16") + weights + SPARE_ON_GPU)
+    per_token = bytes_per_token(model, backend_for(device).kv_format("bfloat16", "auto"))
+    useful = MOST_ENGINES if config.num_tokens is None else -(-config.num_tokens // SHARE)
+    return shared_gpu(room, weights + BESIDE, BATCHES["cuda"] * per_token, config.processes, useful)
+
+
+def shared_gpu(
+    room: float, fixed: float, per_position: int, asked: int | None = None, useful: int = MOST_ENGINES
+) -> Engines:
+    """room: bytes of the GPU; fixed: of an engine without its KV cache; per_position: of the KV cache, one
+    token of every conversation."""
+    most = max(int(room / (fixed + USUAL * per_position)), 1)
+    count = asked or min(most, max((os.cpu_count() or 1) - 2, 1), MOST_ENGINES, useful)
+    kv_bytes = int(min(room / count - fixed, LONGEST * per_position))
+    each, total = (fixed + USUAL * per_position) / 1e9, room / 1e9
+    remedy = f"of the GPU {total:.0f} GB can be used and each takes {each:.0f}; give fewer"
+    require(kv_bytes >= USUAL / 4 * per_position, "processes", count, remedy)
+    return Engines(count, kv_bytes)
 
 
 def write_texts(config: WriteConfig, tell: Callable[[int], None]) -> Texts:
     """-> all text of the folder, what earlier calls wrote included; tell: answer tokens so far."""
     config.folder.mkdir(parents=True, exist_ok=True)
-    write = _write_part if config.processes == 1 else _write_with_many
-    write(config, time.monotonic() + (config.seconds or float("inf")), tell)
+    began, noted = time.monotonic(), config.folder / SPENT
+    before = float(read_json(noted).get("seconds", 0)) if noted.is_file() else 0.0
+    left = float("inf") if config.seconds is None else config.seconds - before
+    deadline = min(began + left, config.deadline)
+    try:
+        if began < deadline:
+            engines = engines_for(config, open_checkpoint(config.model, progress=False).config)
+            write = _write_part if engines.number == 1 else _write_with_many
+            write(config, engines, deadline, tell)
+    finally:
+        with whole(noted) as part:
+            part.write_text(json.dumps({"seconds": round(before + time.monotonic() - began, 1)}))
     if not any(config.folder.glob("*.npz")):
         raise ConfigError(f"no text was written into {config.folder} in the time given; give more time")
     return load_shards(config.folder)
 
 
-def _write_part(config: WriteConfig, deadline: float, tell: Callable[[int], None], number: int = 0) -> None:
+def _write_part(
+    config: WriteConfig, engines: Engines, deadline: float, tell: Callable[[int], None], number: int = 0
+) -> None:
     """The part of one engine: shards are saved on the way, and counted when a run is taken up again."""
     earlier = [load_shard(path) for path in config.folder.glob(f"text-{number:02d}-*.npz")]
     parts, done = len(earlier), sum(texts.num_answer_tokens for texts in earlier)
-    wanted = float("inf") if config.num_tokens is None else config.num_tokens / config.processes
-    batch, is_alone = 16, config.processes == 1
-    options: dict[str, Any] = {"device": config.device, "enable_prefix_caching": False, "progress": is_alone}
-    if resolve(config.device).type == "cuda":
-        batch = 256
-        options |= {"max_num_batched_tokens": 8192} | ({} if is_alone else {"kv_cache_memory": KV_BYTES})
+    wanted = float("inf") if config.num_tokens is None else config.num_tokens / engines.number
     made: list[Written] = []
     kept = 0  # answer tokens in `made`
 
@@ -135,14 +188,12 @@ def _write_part(config: WriteConfig, deadline: float, tell: Callable[[int], None
 
     if is_over():
         return
-    with LLM(config.model, speculative_config=None, max_num_seqs=batch, **options) as llm:
-        seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
-        if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
-            talks = varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
-        else:
-            talks = conversations(llm.tokenizer, config.turns, seed)
+    options = _options(config, engines)
+    with LLM(config.model, **options) as llm:
+        # further shards are other conversations
+        talks = _talks(config, llm.tokenizer, config.seed + 1000 * parts + 1_000_003 * number)
         try:
-            for written in Writer(llm, batch).write(talks, is_over):
+            for written in Writer(llm, options["max_num_seqs"]).write(talks, is_over):
                 made.append(written)
                 kept += len(written.answer)
                 tell(done + kept)
@@ -154,46 +205,44 @@ def _write_part(config: WriteConfig, deadline: float, tell: Callable[[int], None
                 save()
 
 
-def _write_with_many(config: WriteConfig, deadline: float, tell: Callable[[int], None]) -> None:
+def _options(config: WriteConfig, engines: Engines) -> dict[str, Any]:
+    """Of an engine that writes."""
+    kind = resolve(config.device).type
+    own = open_checkpoint(config.model, progress=False).config.max_context
+    found: dict[str, Any] = {"device": config.device, "enable_prefix_caching": False}
+    found |= {"speculative_config": None, "max_num_seqs": BATCHES[kind], "max_model_len": min(own, LONGEST)}
+    if kind != "cpu":
+        found |= {"max_num_batched_tokens": 8192, "kv_cache_memory": engines.kv_bytes}
+    return found | {"progress": engines.number == 1}
+
+
+def _talks(config: WriteConfig, tokenizer: Tokenizer, seed: int) -> Iterator[Conversation]:
+    style = Style(tokenizer, random.Random(seed))
+    if config.is_varied and config.turns and tokenizer.has_chat_template:
+        talks = varied(style, [turns[0] for turns in config.turns])
+    else:
+        talks = conversations(tokenizer, config.turns, seed)
+    return with_programs(style, talks, config.code) if tokenizer.has_chat_template else talks
+
+
+def _write_with_many(
+    config: WriteConfig, engines: Engines, deadline: float, tell: Callable[[int], None]
+) -> None:
     """A process that dies costs its own text since it last saved, and no other's."""
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", config.processes)
-    shares = [(config, number, deadline, counts) for number in range(config.processes)]
+    counts = context.Array("q", engines.number)
+    shares = [(config, engines, number, deadline, counts) for number in range(engines.number)]
     workers = [context.Process(target=_work, args=share) for share in shares]
-    with _shared_gpu(resolve(config.device).type == "cuda"):
-        for worker in workers:
-            worker.start()
-            time.sleep(0.5)  # the first compiles, later ones find more and more compiled
-        while any(worker.is_alive() for worker in workers):
-            time.sleep(1.0)
-            tell(sum(counts[:]))
+    for worker in workers:
+        worker.start()
+        time.sleep(0.5)  # the first compiles, later ones find more and more compiled
+    while any(worker.is_alive() for worker in workers):
+        time.sleep(1.0)
+        tell(sum(counts[:]))
 
 
-def _work(config: WriteConfig, number: int, deadline: float, counts: Any) -> None:
+def _work(config: WriteConfig, engines: Engines, number: int, deadline: float, counts: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _write_part(config, deadline, partial(setitem, counts, number), number)
-
-
-@contextmanager
-def _shared_gpu(is_gpu: bool) -> Iterator[None]:
-    """While inside, NVIDIA's daemon, if it works here, lets processes run on a GPU together, not in turns."""
-    control = shutil.which("nvidia-cuda-mps-control") if is_gpu else None
-    is_started = control is not None and _is_done([control, "-d"])
-    trial = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
-    if is_started and not _is_done(trial):  # it starts where it cannot be used: in a container, say
-        _is_done([str(control)], b"quit\n")
-        is_started = False
-    try:
-        yield
-    finally:
-        if is_started:
-            _is_done([str(control)], b"quit\n")
-
-
-def _is_done(command: Sequence[str], typed: bytes | None = None) -> bool:
-    try:
-        return subprocess.run(command, input=typed, capture_output=True, timeout=60).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    _write_part(config, engines, deadline, partial(setitem, counts, number), number)

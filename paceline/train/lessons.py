@@ -24,6 +24,8 @@ from paceline.train.recipes import Mix, Recipe
 from paceline.train.texts import ROUND, Batch, Texts, split
 
 CHUNK = 4096  # rows whose logits are in memory together
+COVERED = 0.98  # of the answers' tokens are to be among those that can be drafted
+SIZES = (8192, 32_768)  # of the draft vocabulary, at least and at most
 Known = tuple[np.ndarray, int]  # tokens that can be drafted, ascending; the one that stands for a blank
 Pair = tuple[Tensor, Tensor]
 
@@ -53,54 +55,44 @@ class _Agreement(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
     ) -> Pair:
         needs = ctx.needs_input_grad[:2]
-        to_hidden = torch.empty_like(hidden) if needs[0] else None
-        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
+        ctx.dtypes = hidden.dtype, weight.dtype
+        to_hidden, to_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         loss, guessed = hidden.new_zeros((), dtype=torch.float32), []
         for part in torch.arange(len(hidden), device=hidden.device).split(CHUNK):
-            x, at = hidden[part], rows[part].clamp(min=0)
-            logits = (x @ weight.T).float()
+            x, own = hidden[part].requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
+            at, wanted = rows[part].clamp(min=0), [each for each in (x, own) if each.requires_grad]
+            with torch.enable_grad():
+                logits = (x @ own.T).float()
+                value = (_losses(logits, teacher.chances[at], teacher.best[at], mix) * scale[part]).sum()
             guessed.append(logits.argmax(-1))
-            value, slope = _compare(logits, teacher.chances[at], teacher.best[at], mix)
-            factor = scale[part]
-            loss += (value * factor).sum()
-            if any(needs):
-                slope = (slope * factor[:, None]).to(x.dtype)
-                if to_hidden is not None:
-                    to_hidden[part] = slope @ weight
-                if to_weight is not None:
-                    to_weight += (slope.T @ x).float()
+            loss += value.detach()
+            slopes = list(torch.autograd.grad(value, wanted)) if wanted and value.requires_grad else []
+            if slopes and needs[0]:
+                to_hidden[part] = slopes.pop(0)
+            if slopes:
+                to_weight += slopes.pop()
         ctx.save_for_backward(to_hidden, to_weight)
-        ctx.dtype = weight.dtype
         found = torch.cat(guessed)
         ctx.mark_non_differentiable(found)
         return loss, found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        to_hidden, to_weight = ctx.saved_tensors
-        hidden = None if to_hidden is None else to_hidden * grads[0].to(to_hidden.dtype)
-        weight = None if to_weight is None else (to_weight * grads[0]).to(ctx.dtype)
-        return hidden, weight, None, None, None, None
+        hidden, weight = (slope * grads[0] for slope in ctx.saved_tensors)
+        return hidden.to(ctx.dtypes[0]), weight.to(ctx.dtypes[1]), None, None, None, None
 
 
-def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> Pair:
-    """Loss of each row [n], and its slope with respect to the logits [n, vocabulary]."""
+def _losses(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> Tensor:
+    """Of each row [n]."""
     p, log_q = chances.float(), logits.log_softmax(-1)
-    q = log_q.exp()
-    value, slope = torch.zeros_like(logits[:, 0]), torch.zeros_like(logits)
+    losses = torch.zeros_like(logits[:, 0])
     if mix.soft:
-        value += mix.soft * -(p * log_q).sum(-1)
-        slope += mix.soft * (q * p.sum(-1, keepdim=True) - p)
+        losses = losses - mix.soft * (p * log_q).sum(-1)
     if mix.hard:
-        at = best.clamp(min=0)[:, None]
-        value += mix.hard * -log_q.gather(1, at)[:, 0]
-        slope += mix.hard * q
-        slope.scatter_add_(1, at, torch.full_like(at, -mix.hard, dtype=slope.dtype))
+        losses = losses - mix.hard * log_q.gather(1, best.clamp(min=0)[:, None])[:, 0]
     if mix.variation:
-        value += mix.variation * 0.5 * (q - p).abs().sum(-1)
-        sign = 0.5 * (q - p).sign()
-        slope += mix.variation * q * (sign - (sign * q).sum(-1, keepdim=True))
-    return value, slope
+        losses = losses + mix.variation * 0.5 * (log_q.exp() - p).abs().sum(-1)
+    return losses
 
 
 def agreement(guess: Guess, teacher: Teacher, scale: Tensor, mix: Mix, dtype: torch.dtype) -> Pair:
@@ -162,6 +154,7 @@ class Lessons(NamedTuple):
     held: np.ndarray  # greedy ones that are held out
     draft_ids: np.ndarray
     blank: int  # the token that stands for one not known yet
+    covered: float  # share of the answers' tokens that can be drafted
 
 
 def prepare(
@@ -171,11 +164,13 @@ def prepare(
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
-    ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
+    size = recipe.draft_vocab_size or covering(frequency)
+    ids, blank = known or draft_vocabulary(frequency, size, checkpoint.eos_ids)
+    covered = float(frequency[ids].sum() / max(frequency.sum(), 1))
     check_teachable(checkpoint.config)
     target = Target.load(checkpoint, dtype=dtype, device=str(device), context=recipe.max_length + ROUND)
     name, digest = checkpoint.name, texts.digest()
-    return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank)
+    return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank, covered)
 
 
 def check_teachable(config: ModelConfig) -> None:
@@ -191,6 +186,13 @@ def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarr
     for i in chosen:
         np.add.at(found, texts.tokens[begins[i] : texts.starts[i + 1]], 1)
     return found
+
+
+def covering(frequency: np.ndarray) -> int:
+    """How many of the most frequent tokens are enough, in whole thousands."""
+    shares = np.cumsum(np.sort(frequency)[::-1]) / max(int(frequency.sum()), 1)
+    thousands = -(-int(np.searchsorted(shares, COVERED) + 1) // 1024)
+    return min(max(1024 * thousands, SIZES[0]), SIZES[1])
 
 
 def draft_vocabulary(frequency: np.ndarray, size: int, ends: tuple[int, ...]) -> Known:

@@ -17,8 +17,7 @@ from paceline.models.config import ModelConfig
 WIDTH = 576  # of the model that the rates were found on
 LAYER_SIZES = ("num_heads", "num_kv_heads", "head_dim", "rope")  # the target's own
 COUNTS = (
-    "num_steps", "batch_tokens", "max_length", "draft_vocab_size", "num_layers", "num_taps", "num_blocks",
-    "num_held_out",
+    "num_steps", "batch_tokens", "max_length", "num_layers", "num_taps", "num_blocks", "num_held_out",
 )  # fmt: skip
 
 
@@ -40,7 +39,7 @@ class Recipe:
     warm_up: float = 0.03  # of the training
     batch_tokens: int = 32_768
     max_length: int = 1536
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int = 0  # 0: as many tokens as cover most of the answers
     num_layers: int = 3  # of a block drafter or a draft model
     intermediate_size: int = 0  # 0: the target's
     num_taps: int = 3
@@ -50,15 +49,15 @@ class Recipe:
     has_lm_head: bool = True
     clip: float = 1.0
     weight_decay: float = 0.0
-    average: float = 0.0  # of the weights over time (0: none)
     num_held_out: int = 512  # greedy answers that acceptance is measured on
 
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "use a whole number, 1 or more")
+        size, remedy = self.draft_vocab_size, "use a whole number, or 0 to choose it by the text"
+        require(isinstance(size, int) and size >= 0, "draft_vocab_size", size, remedy)
         require(0 < self.rate <= 0.1, "rate", self.rate, "use a number up to 0.1, such as 1e-3")
-        require(0 <= self.average < 1, "average", self.average, "use a number below 1, such as 0.999, or 0")
 
 
 RECIPES: dict[str, Recipe] = {

@@ -54,6 +54,10 @@ def train(
             trainer.load(state)
         elif first is not None:
             start_from(trainer, first)
+    for trainer in trainers:
+        weights = sum(weight.numel() for weight in trainer.weights.values())
+        words = {"drafts": len(lessons.draft_ids), "covered": lessons.covered}
+        config.report("begun", {"weights": weights, **words, **trainer.numbers()})
     run(trainers, states)
     return [_finish(*one) for one in zip(trainers, recipes, starts, strict=True)]
 
@@ -103,8 +107,7 @@ def _finish(trainer: Trainer, folder: Path, first: Path | None) -> Acceptance:
     if first is not None and (first / PROVENANCE).is_file():
         notes["before"] = {n: value for n, value in read_json(first / PROVENANCE).items() if n != "curve"}
     head = replace(trainer.config, first_accepted=round(held_out.by_position[0], 4))
-    with trainer.averaged():
-        save_head(folder, head, trainer.head.tensors(), notes, config.bits)
+    save_head(folder, head, trainer.head.tensors(), notes, config.bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
     config.report("saved", {"kind": trainer.recipe.kind, "acceptance": apart})
     return held_out
@@ -142,8 +145,6 @@ def start_from(trainer: Trainer, folder: Path) -> None:
         for name, weight in trainer.weights.items():
             if name in tensors:  # a trunk's head has no blocks yet
                 weight.copy_(tensors[name])
-            if name in trainer.average:
-                trainer.average[name].copy_(weight)
     trainer.is_fresh = False
 
 
@@ -151,13 +152,14 @@ def provenance(trainer: Trainer, found: Mapping[str, Acceptance]) -> dict[str, A
     """How a head came to be."""
     place, lessons, texts = trainer.place, trainer.lessons, trainer.lessons.texts
     text = {"sha256": lessons.digest, "sequences": len(texts), "tokens": int(texts.starts[-1])}
+    text |= {"answer_tokens": texts.num_answer_tokens, "held_out": len(lessons.held)}
     trained = {"steps": place.step, "rounds": place.round, "tokens": place.tokens}
     return {
         "version": __version__,
         "command": list(trainer.asked.command),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": {"name": trainer.config.target_name, "hash": trainer.config.target_hash},
-        "text": {**text, "answer_tokens": texts.num_answer_tokens, "held_out": len(lessons.held)},
+        "text": {**text, "covered_by_drafts": round(lessons.covered, 4)},
         "seed": trainer.seed,
         "recipe": asdict(trainer.recipe),
         "trained": {**trained, "seconds": round(place.seconds, 1)},

@@ -93,10 +93,12 @@ def raw(style: Style, text: str) -> Conversation:
     yield Ask(style.tokenizer.encode(text), style.temperature(), style.length(), style.seed())
 
 
-def about(style: Style, request: str, use: Use, times: int = 1, temperature: float = 0.9) -> Conversation:
+def about(
+    style: Style, request: str, use: Use, times: int = 1, temperature: float = 0.9, is_kept: bool = False
+) -> Conversation:
     """First the target writes a text, such as an article; then it is asked to do something with it."""
     opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
-    answer = yield Ask(opening, temperature, 220, style.seed(), is_kept=False)
+    answer = yield Ask(opening, temperature, 220, style.seed(), is_kept)
     for _ in range(times):
         prompt = use(style.read(answer))
         if prompt:

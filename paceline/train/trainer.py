@@ -10,8 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from paceline.train.recipes import WIDTH, Recipe, head_config
 from paceline.train.students import Acceptance, build_student, measure
 from paceline.train.texts import Batch, Texts, batches, prefetched
 
-STATE = "state.safetensors"  # weights, averages, moments and the place in the data
+STATE = "state.safetensors"  # weights, moments and the place in the data
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class TrainConfig:
     num_measures: int = 20  # on the way
     command: Sequence[str] = ()  # for the provenance
     is_over: Callable[[], bool] = lambda: False  # asked after every step: whether to stop before the limit
-    # is told of each "step", of what was "measured" and of what was "saved", with its numbers
+    # is told what was "begun", of each "step", of what was "measured" and of what was "saved", with numbers
     report: Callable[[str, dict[str, Any]], None] = lambda what, numbers: None
 
 
@@ -69,6 +68,7 @@ class Trainer:
     def __init__(self, lessons: Lessons, recipe: Recipe, asked: TrainConfig) -> None:
         limit = asked.tokens or asked.seconds or 0
         require(limit > 0, "limit", limit, "train for some tokens or seconds")
+        recipe = replace(recipe, draft_vocab_size=len(lessons.draft_ids))
         self.lessons, self.recipe, self.asked, self.seed = lessons, recipe, asked, asked.seed
         target, name, weight = lessons.target.config, lessons.name, lessons.target.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -80,8 +80,6 @@ class Trainer:
         fixed: dict[str, Any] = {"betas": (0.9, 0.95), "fused": self.device.type == "cuda"}
         fixed |= {"lr": recipe.rate, "weight_decay": recipe.weight_decay}
         self.optimizer = torch.optim.AdamW(self.weights.values(), **fixed)
-        kept = self.weights if recipe.average else {}
-        self.average = {name: weight.detach().clone() for name, weight in kept.items()}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
@@ -121,9 +119,6 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), recipe.clip)
         self.optimizer.step()
-        keep = min(recipe.average, (1 + self.place.step) / (10 + self.place.step))
-        for name, average in self.average.items():
-            average.lerp_(self.weights[name].detach(), 1 - keep)
         self.last_loss = loss.detach()
         self.place.step, self.place.batch = self.place.step + 1, self.place.batch + 1
         self.place.tokens += batch.num_tokens
@@ -151,20 +146,7 @@ class Trainer:
     def accept(self, texts: Texts, chosen: np.ndarray) -> Acceptance:
         """Acceptance on some sequences of a text."""
         made = batches(texts, chosen, max(self.recipe.batch_tokens // 2, 1), self.recipe.max_length, None)
-        with self.averaged():
-            return measure(self.head, made, self.recipe.num_steps, self.dtype)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """While inside, the head has its averaged weights, if they are kept."""
-        own = {name: self.weights[name].data for name in self.average}
-        for name, average in self.average.items():
-            self.weights[name].data = average
-        try:
-            yield
-        finally:
-            for name, data in own.items():
-                self.weights[name].data = data
+        return measure(self.head, made, self.recipe.num_steps, self.dtype)
 
     def numbers(self) -> dict[str, Any]:
         place = {name: getattr(self.place, name) for name in Place.__slots__ if name != "curve"}
@@ -179,7 +161,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
         moments = {str(number): each for number, each in self.optimizer.state_dict()["state"].items()}
-        parts = {"weights": self.head.module.state_dict(), "average": self.average, **moments}
+        parts = {"weights": self.head.module.state_dict(), **moments}
         named = {f"{part}/{name}": tensor for part in parts for name, tensor in parts[part].items()}
         tensors = {name: tensor.contiguous().cpu() for name, tensor in named.items()}
         numbers = json.dumps({"identity": self._identity(), "place": asdict(self.place)})
@@ -202,7 +184,7 @@ class Trainer:
             if theirs.get(name) != value:
                 what = f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}"
                 raise ConfigError(f"{what}; resume with the same, or start anew")
-        self.place, self.average = Place(**numbers["place"]), parts.pop("average", {})
+        self.place = Place(**numbers["place"])
         self.head.module.load_state_dict(parts.pop("weights"))
         moments, groups = {int(n): parts[n] for n in parts}, self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})

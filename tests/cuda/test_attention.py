@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
-from paceline.cuda.attention import LOG2_E, Attending, Tiling, attend, launch_for
+from paceline.cuda.attention import LOG2_E, Attending, Tiling, attend, launch_for, paths_of
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
@@ -55,8 +55,9 @@ class Case(NamedTuple):
 
     @property
     def how(self) -> Attending:
+        paths = paths_of(self.batch) if self.is_exact and self.max_rows > 1 else None
         return Attending(
-            self.shape.dim**-0.5, self.max_rows, self.shape.window, is_exact=self.is_exact,
+            self.shape.dim**-0.5, self.max_rows, self.shape.window, is_exact=self.is_exact, paths=paths,
             counters=self.counters, sinks=None if self.sinks is None else self.sinks.to(self.q.device) * LOG2_E,
         )  # fmt: skip
 
@@ -260,6 +261,46 @@ def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, prefix: int, devi
         single = make([Asked(prefix + row, (-1,))], shape, device, padding=padding, max_context=max_context)
         query = torch.cat([together.q[row : row + 1], single.q[1:]])
         assert torch.equal(single._replace(q=query, is_exact=True).attend()[0], out[row])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prefix", "window"),
+    [
+        (torch.float32, 125, None),
+        (torch.bfloat16, 380, None),
+        (torch.bfloat16, 125, 40),
+        (torch.float32, 0, 40),
+    ],
+)
+def test_bits_of_a_node_wherever_in_a_tree(
+    dtype: torch.dtype, prefix: int, window: int | None, device: torch.device
+) -> None:
+    """In exact mode every node has the bits of a plain step after its own path, whatever else is in the tree
+    and in the pass. A border between splits is within the trees at 125 and 380."""
+    shape, tree = Shape(4, 2, 16, dtype=dtype, window=window), random_tree(9, 5)
+    asked = [Asked(prefix, tree), Asked(7, chain(5)), Asked(130, random_tree(6, 1))]
+    together = make(asked, shape, device, padding=3, max_context=512)._replace(is_exact=True)
+    out, table = together.attend(), together.batch.slots.tolist()
+    torch.testing.assert_close(out.cpu().float(), together.oracle(), atol=2e-2, rtol=2e-2)
+    for row in range(len(tree)):
+        path = [row]
+        while tree[path[0]] >= 0:
+            path.insert(0, tree[path[0]])
+        single = make([Asked(prefix + len(path) - 1, (-1,))], shape, device, max_context=512)
+        for place, node in enumerate(path, prefix):
+            at = int(single.batch.block_tables[place // BLOCK, 0]) * BLOCK + place % BLOCK
+            single.keys[at], single.values[at] = together.keys[table[node]], together.values[table[node]]
+        single = single._replace(q=together.q[row : row + 1], is_exact=True)
+        assert torch.equal(single.attend()[0], out[row]), row
+
+
+def test_a_path_is_its_slots_in_order(device: torch.device) -> None:
+    tree = random_tree(150, 3)  # three words of a mask
+    case = make([Asked(4, chain(3)), Asked(9, tree)], Shape(), device, padding=2)
+    paths, slots = paths_of(case.batch).tolist(), case.batch.slots.tolist()
+    for row, parent in enumerate(tree):
+        before = [] if parent < 0 else paths[3 + parent][: depths(tree)[parent] + 1]
+        assert paths[3 + row][: len(before) + 1] == [*before, slots[3 + row]]
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

@@ -16,8 +16,9 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
+from paceline.cuda.advance import advance
 from paceline.cuda.backend import CudaBackend
-from paceline.cuda.burst import CudaBurstBackend, advance
+from paceline.cuda.burst import CudaBurstBackend
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.pending import PendingBurst
@@ -123,11 +124,11 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     engine = engine_on(device, head, 3)
     backend = engine.policy.drafters[0].burst_backend
     assert isinstance(backend, CudaBurstBackend)
-    backend._recorded(1)
+    backend._recorded(1, None)
     num_recorded = len(backend._graphs._recordings)
     engine.add(first)
     engine.step()
-    assert isinstance(engine._pending, PendingBurst)
+    assert isinstance(engine._under_way[0][0], PendingBurst)
     engine.abort(first)
     engine.check()
     assert not first.cache.blocks

@@ -43,6 +43,12 @@ SHAPE: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_context": 256, "rms_eps": 1e-5,
     "rope": RopeConfig(),
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "family": "gemma4", "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9,
+    "local_layers": (True, False), "rope": RopeConfig(1e6, "proportional", 0.25), "rope_local": RopeConfig(),
+    "tie_embeddings": True, "qk_norm": True, "attention_scale": 1.0, "value_norm": True, "layer_scalars": True,
+    "logits_cap": 3.0, "global_kv_heads": 1,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "qwen3": {"qk_norm": True, "tie_embeddings": True},
@@ -59,6 +65,15 @@ MODELS = {
         "qk_norm": True, "qk_norm_over_heads": True, "rotary_dim": 8, "qkv_bias": True, "out_bias": True,
         "residual_scale": 0.3, "logits_scale": 0.2, "attention_sinks": True,
         "sliding_window": 9, "local_layers": (True,),
+    },
+    # heads of two sizes, and experts beside an MLP
+    "gemma4": {
+        **GEMMA4, "head_dim": 128, "num_heads": 2, "num_kv_heads": 1, "global_head_dim": 256,
+        "attention_scale": 0.1,
+    },
+    "gemma4_moe": {
+        **GEMMA4, "head_dim": 16, "global_head_dim": 32,
+        "experts": ExpertsConfig(6, 2, 16, shared_inner=48, has_norms=True),
     },
     "phi3": {
         "rope": RopeConfig(
@@ -82,7 +97,8 @@ class Pair:
     def __init__(self, name: str, device: torch.device, **options: Any) -> None:
         config = config_of(name)
         # what a dummy has in some rows depends on which are read, and experts are read one by one
-        source: Any = RandomCheckpoint(config) if config.experts else DummyCheckpoint(config)
+        is_random = config.experts or config.family == "gemma4"
+        source: Any = RandomCheckpoint(config) if is_random else DummyCheckpoint(config)
         ours = CudaDecoder.load(
             source, dtype="float32", device=str(device), capture=capture_on(device), **options
         )
@@ -237,6 +253,21 @@ def test_a_row_keeps_its_bits_in_company(device: torch.device) -> None:
     with_others = pair.forward((1, words(5), None, 5), (0, words(4), None, 4))[0].logits[5]
     assert torch.equal(alone, as_root)
     assert torch.equal(alone, with_others)
+
+
+def test_a_node_has_the_bits_of_its_path(device: torch.device) -> None:
+    """In exact mode, as a chain of its own; the tree has company, and its branches cross a block."""
+    pair = Pair("llama", device, exact=True)
+    pair.forward((0, words(14), None, 1), (1, words(40, 9), None, 1))
+    pair.keep(0, 14), pair.keep(1, 40)
+    tokens = words(7)
+    tree = pair.forward((1, words(5), None, 5), (0, tokens, TREE, 7))[0].logits[5:]
+    for node in range(7):
+        path = [node]
+        while path[0]:
+            path.insert(0, TREE[path[0]])
+        alone = pair.forward((0, [tokens[each] for each in path], None, len(path)))[0].logits
+        assert torch.equal(alone[-1], tree[node]), node
 
 
 def test_attention_that_adds_splits_has_the_same_bits(

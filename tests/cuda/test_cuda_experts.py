@@ -7,11 +7,16 @@ from functools import cache
 import pytest
 import torch
 
+from paceline.core.types import Cached, Segment
+from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.experts import Experts
 from paceline.cuda.route import num_tiles, route
 from paceline.cuda.weights import load_weights
 from paceline.models.config import ExpertsConfig, ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.runtime.backend import TorchBackend
+from paceline.runtime.executor import KvMemory, LocalExecutor
+from tests.cuda.recorders import capture_on, executor_of
 from tests.cuda.test_cuda_decoder import SHAPE
 from tests.laws.harness import RandomCheckpoint
 
@@ -26,7 +31,14 @@ EXPERTS = {
     "one": ExpertsConfig(5, 1, 16, normalizes=False),
     "wide": ExpertsConfig(16, 4, 384),
 }
-CLOSE = {"float32": 1e-5, "bfloat16": 0.02, "float16": 0.003, "int8": 0.03, "int4": 0.3}  # of their mean size
+CLOSE = {
+    "float32": 1e-5,
+    "bfloat16": 0.02,
+    "float16": 0.003,
+    "fp8": 0.06,
+    "int8": 0.03,
+    "int4": 0.3,
+}  # of their mean size
 
 
 @cache
@@ -66,7 +78,7 @@ def test_a_block_says_what_torch_says(name: str, device: torch.device) -> None:
         torch.testing.assert_close(found, expected[rows], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8", "int8", "int4"])
 def test_narrow_weights_say_nearly_the_same(dtype: str, device: torch.device) -> None:
     ffn = experts_of("qwen2_moe", device, dtype)
     x = inputs(6, device, torch.float16 if dtype == "float16" else torch.bfloat16)
@@ -77,7 +89,7 @@ def test_narrow_weights_say_nearly_the_same(dtype: str, device: torch.device) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "int8", "int4"])
 def test_a_row_keeps_its_bits_in_company(dtype: str, device: torch.device) -> None:
     """On a device also where tiles are wider and sums longer."""
     counts, name = ((2, 40, 70, 300, 2048), "wide") if device.type == "cuda" else ((18,), "mixtral")
@@ -103,7 +115,7 @@ def test_of_equal_experts_the_first_are_chosen(device: torch.device) -> None:
     config = EXPERTS["glm4_moe"]
     counts = torch.zeros(config.count + 1, dtype=torch.int32, device=device)
     logits = torch.zeros((2, 3, config.count), device=device)
-    grouped = route(logits, logits[0, 0], counts, config, 1, 16)
+    grouped = route(logits, logits[0, 0], None, counts, config, 1, 16, counts.new_zeros(1))
     woken = [tile[0] for tile in grouped.tiles.tolist() if tile[2]]  # type: ignore[union-attr]
     assert woken == [0, 1, 2, config.count]
 
@@ -118,8 +130,10 @@ def test_every_row_is_in_one_tile_of_each_of_its_experts(
     counts = torch.zeros(config.count + 1, dtype=torch.int32, device=device)
     logits = torch.randn((2, count, config.count), generator=torch.Generator().manual_seed(count)).to(device)
     logits = logits[:, :1].expand_as(logits).contiguous() if is_one else logits
-    grouped = route(logits, None, counts, config, 0, 16)
+    number = counts.new_zeros(1)
+    grouped = route(logits, None, None, counts, config, 0, 16, number)
     chosen = logits.sum(0).sort(-1, descending=True).indices[:, : config.per_token]
+    assert number.item() == len(chosen.unique())
     tiles, order = grouped.tiles, grouped.order
     assert tiles is not None
     assert order is not None
@@ -130,3 +144,27 @@ def test_every_row_is_in_one_tile_of_each_of_its_experts(
             found |= dict.fromkeys(order[first : first + rows].tolist(), expert)
     assert sum(tile[2] for tile in tiles.tolist()) == len(found) == count * config.per_token
     assert [found[i] for i in range(len(found))] == chosen.T.flatten().tolist()
+
+
+def test_a_pass_counts_the_experts_it_woke(device: torch.device) -> None:
+    """In layers that have some; three rows are filled up to four, and the fourth wakes some, too."""
+    reference, source = Decoder.load(checkpoint("glm4_moe")), checkpoint("glm4_moe")
+    ours = CudaDecoder.load(source, "float32", device, capture=capture_on(device))
+    woken, per_token = list[int](), EXPERTS["glm4_moe"].per_token
+    reference.layers[1].mlp.gate.register_forward_hook(
+        lambda _module, _x, found: woken.append(len(found[0].unique()))
+    )
+    executors = (
+        executor_of(ours, 8),
+        LocalExecutor(TorchBackend(torch.device("cpu")), reference, KvMemory(reference.config, 8)),
+    )
+    for count in (4, 1, 3):
+        for executor in executors:
+            cached = Cached()
+            assert executor.kv.reserve(cached, count)
+            executor.forward([Segment([7, 40, 5, 61][:count], cached, None, count)])
+            executor.kv.free(cached)
+        extra = per_token if count == 3 else 0
+        assert woken[-1] <= ours.woken <= woken[-1] + extra
+    dense = CudaDecoder.load(RandomCheckpoint(ModelConfig(**SHAPE)), "float32", device)
+    assert dense.woken == 0.0

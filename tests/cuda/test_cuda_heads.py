@@ -53,6 +53,7 @@ CHAINS: dict[str, Any] = {
     "eagle normed": config_of("eagle", CONFIG, norm_before_residual=True, norm_output=True),
     "eagle 1": eagle_1(CONFIG),
     "mtp": mtp(CONFIG),
+    "gated mtp": mtp(CONFIG, is_gated=True, rotary_dim=8),
     "draft": config_of("draft", CONFIG, draft_vocab=40),
 }
 
@@ -92,7 +93,7 @@ def chain_heads(name: str, device: torch.device) -> list[Any]:
     """The head under test, and the oracle."""
     config, tensors = CHAINS[name], tensors_of(CHAINS[name])
     ours = CudaChainHead(head_of(config), target_on(device), num_blocks=64)
-    norm = NORM if name in ("eagle 1", "mtp") else None
+    norm = NORM if name in ("eagle 1", "mtp", "gated mtp") else None
     return [ours, TorchChainHead(config, tensors, torch_target(), norm, CPU)]
 
 

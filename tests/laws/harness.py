@@ -8,12 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 import torch
 
 from paceline.core.options import EngineConfig
@@ -27,7 +32,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.loaders.fields import ALL
+from paceline.loaders.tokenizer import Tokenizer, TokenizerSource
 from paceline.models.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from paceline.models.stage import without_layers
 from paceline.runtime.backend import Decoder, backend_for, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
@@ -56,6 +63,13 @@ MODELS = {
         sliding_window=20, local_layers=(True, False, True),
         rope=RopeConfig(15_000.0, "yarn", 32.0, original_context=64, truncate=False),
         experts=ExpertsConfig(6, 3, 32, has_bias=True),
+    ),
+    "gemma4": replace(
+        LLAMA, family="gemma4", qk_norm=True, sandwich_norm=True, attention_scale=1.0, value_norm=True,
+        layer_scalars=True, logits_cap=8.0, activation="gelu_tanh", sliding_window=20,
+        local_layers=(True, True, False), global_head_dim=32, global_kv_heads=1,
+        rope=RopeConfig(1e6, "proportional", 0.25), rope_local=RopeConfig(),
+        experts=ExpertsConfig(6, 2, 32, shared_inner=64, has_norms=True),
     ),
     "qwen3_5": replace(
         LLAMA, family="qwen3_5", qk_norm=True, gated_attention=True, rotary_dim=8,
@@ -87,6 +101,26 @@ class RandomCheckpoint:
             return 1 + 0.1 * torch.randn(shape, generator=generator)
         return (torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2))[rows]
 
+    def kept(self, name: str, rows: slice = ALL) -> None:
+        return None
+
+
+@functools.cache
+def vocabularies() -> tuple[Tokenizer, Tokenizer]:
+    """Two for the sizes of these models: the same characters by other ids, and other pairs of them."""
+    made = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (1, -1):
+            singles = [chr(0x21 + i) for i in range(CONFIG.vocab_size - 8)][::step]
+            pairs = [(singles[i], singles[i + 1]) for i in range(0, 16, 2)]
+            ids = {text: i for i, text in enumerate([*singles, *(a + b for a, b in pairs)])}
+            words = tokenizers.Tokenizer(tokenizers.models.BPE(ids, pairs))
+            words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            words.decoder = tokenizers.decoders.ByteLevel()
+            words.save(f"{folder}/tokenizer.json")
+            made.append(Tokenizer(TokenizerSource(json_path=Path(folder, "tokenizer.json"))))
+    return made[0], made[1]
+
 
 TARGET = RandomCheckpoint()
 DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))
@@ -94,7 +128,7 @@ EXACT = os.environ.get("PACELINE_LAWS_EXACT", "1") == "1"  # of a GPU; without i
 BACKEND = CpuBackend(use_cache=False) if DEVICE.type == "cpu" else backend_for(DEVICE, exact=EXACT)
 # What the engine uses when nothing is said; but where bits may differ by the number of rows, a type in which
 # nothing is nearly a tie.
-DTYPE = BACKEND.default_dtype if EXACT else "float32"
+DTYPE = BACKEND.default_dtype(TARGET) if EXACT else "float32"
 
 # Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
 VOCABULARIES = {2: VOCAB + 16, 3: VOCAB - 16}
@@ -170,21 +204,28 @@ def engine_with(
     if isinstance(drafter, dict):
         numbers = itertools.count()  # a cache of its own for each
         kind, config = registry.parse({"num_speculative_tokens": num_draft, **drafter})
+        words = vocabularies() if kind.name == "universal" else (None, None)
 
-        def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, LocalExecutor]:
+        def load(
+            source: Any, dtype: str = target_dtype, skipped: Sequence[int] = ()
+        ) -> tuple[Any, Any, LocalExecutor]:
             seed = int(source) if isinstance(source, str) else 0
-            return source, None, executor(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
+            if skipped:
+                less = without_layers(RandomCheckpoint(config_of(seed), seed), skipped)
+                kept = KvMemory(less.config, num_blocks, DEVICE, BACKEND.kv_format(dtype, "auto"))
+                return less, words[1], LocalExecutor(BACKEND, BACKEND.load(less, dtype), kept)
+            made = executor(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
+            return RandomCheckpoint(seed=seed) if isinstance(source, str) else source, words[1], made
 
-        drafter = registry.create(kind, config, DrafterContext(target, TARGET, None, load))
+        drafter = registry.create(kind, config, DrafterContext(target, TARGET, words[0], load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
     config_of_engine = EngineConfig(num_speculative_tokens=num_draft if drafter else 0, **limits)
     policy = None
     if is_auto and drafter is not None:
-        has_trees = target.decoder.checks_trees
         drafters = drafter.members
         known = {drafter.name: (1e-6, ()) for drafter in drafters}  # nor does drafting
         policy_kind = AutoPolicy if is_timed else Untimed
-        policy = policy_kind(drafters, CostTable({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
+        policy = policy_kind(drafters, CostTable({1: 1.0, 64: 1.1}), known=known)
     return Engine(target, drafter, config_of_engine, policy)
 
 

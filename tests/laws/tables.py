@@ -22,7 +22,7 @@ from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
-from tests.laws.harness import CONFIG
+from tests.laws.harness import CONFIG, TARGET
 
 Table = Callable[[Sequence[int]], np.ndarray]
 
@@ -31,8 +31,7 @@ class TableDecoder:
     """`exits`: what it says when it is stopped after that many layers."""
 
     num_bytes = 0
-    is_exact = checks_trees = True
-    picks_cuts = False
+    is_exact, picks_cuts = True, False
     latest = None
 
     def __init__(self, table: Table, vocab: int, exits: dict[int, Table] | None = None) -> None:
@@ -76,7 +75,7 @@ def table_drafter(
     """A drafter of the registry; draft models are looked up by name."""
     kind, config = registry.parse(options)
     return registry.create(
-        kind, config, DrafterContext(target, None, None, lambda name: (None, None, models[name]))
+        kind, config, DrafterContext(target, None, None, lambda name: (TARGET, None, models[name]))
     )  # type: ignore[arg-type, return-value]
 
 

@@ -16,7 +16,7 @@ from paceline.cli.verify import NEAR_TIE
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import logprobs_of
-from paceline.drafters.registry import DRAFTERS
+from paceline.drafters.registry import DRAFTERS, FOR_BENCHMARKS
 from paceline.engine.engine import Engine
 from tests.heads import random_head, random_mlp, with_mtp
 from tests.laws.fakes import FAKES, Fives
@@ -49,7 +49,11 @@ EVERY: dict[str, dict[str, Any]] = {
     "recycle": {"method": "recycle", "tree": False, "min_token_prob": 0.0},
     "recycle_tree": {"method": "recycle", "num_speculative_tokens": 8, "min_token_prob": 0.0},
     "draft_model": {"method": "draft_model", "model": "1"},
+    "draft_model_int8": {"method": "draft_model", "model": "1", "dtype": "int8"},
+    "draft_model_skipping": {"method": "draft_model", "model": "1", "skip_layers": [0]},
     "draft_model_twin": {"method": "draft_model", "model": "0"},
+    "universal": {"method": "universal", "model": "1"},
+    "synthetic": {"method": "synthetic", "acceptance": [0.9, 0.5]},
     "early_exit": {"method": "early_exit", "num_layers": 2},
     "quantized": {"method": "quantized", "bits": 4},
     "draft_model_padded": {"method": "draft_model", "model": "2"},
@@ -181,7 +185,7 @@ def make(drafter: str | None, **limits: Any) -> Engine:
 
 
 def test_every_registered_drafter_is_under_the_law() -> None:
-    assert {options["method"] for options in EVERY.values()} == set(DRAFTERS)
+    assert {options["method"] for options in EVERY.values()} == {*DRAFTERS, *FOR_BENCHMARKS}
 
 
 def halves(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -478,6 +482,20 @@ def test_prefix_cache_hits_change_nothing_and_do_happen() -> None:
         run(engine, [request])
         assert request.output == expected(request)
     assert engine.scheduler.num_prefix_hits >= 2 * (len(shared) // 16) * 16
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_a_text_that_ends_is_found_up_to_its_end(drafter: str | None) -> None:
+    """Also one that ends with its first step, or within a draft."""
+    prompt = prompts(1, low=50, high=80, seed=9)[0]
+    for max_tokens in (1, 19):
+        engine = make(drafter)
+        request = request_of(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+        run(engine, [request])
+        again = request_of([*request.tokens, 1], SamplingParams(temperature=0.0, max_tokens=10))
+        run(engine, [again])
+        assert again.output == expected(again)
+        assert engine.scheduler.num_prefix_hits >= (len(request.tokens) - 1) // 16 * 16
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)

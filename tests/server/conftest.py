@@ -5,6 +5,7 @@ interrupted.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import tokenizers
 
 from paceline.loaders import hub
 from tests.make_models import VOCAB, tiny_hf, tiny_tokenizer
-from tests.server.harness import Server, start_server
+from tests.server.harness import Server, server_at, start_server
 
 KEYS = ("first-secret-key-71", "second-secret-key-72")
+DRAFTERS = '{"method": ["ngram", "suffix"]}'
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
 THINKING_TEMPLATE = """{%- if tools %}<|im_start|>tools
 {{ tools | tojson }} <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
@@ -40,10 +42,16 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_server(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two keys, one of them in a file; drafters that may be chosen for a request."""
+    """Two keys, one of them in a file; drafters that may be chosen for a request. Another that was started with
+    the same settings can be given by its address.
+    """
+    if url := os.environ.get("PACELINE_TEST_SERVER"):
+        server = server_at(url, KEYS[0])
+        yield server
+        server.close()
+        return
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text(f"{KEYS[1]}\n")
-    drafters = '{"method": ["ngram", "suffix"]}'
     flags = (
         "--api-key",
         KEYS[0],
@@ -54,7 +62,7 @@ def tiny_server(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "--served-model-name",
         "tiny",
     )
-    server = start_server(str(wide_folder), *flags, "--speculative-config", drafters, key=KEYS[0])
+    server = start_server(str(wide_folder), *flags, "--speculative-config", DRAFTERS, key=KEYS[0])
     yield server
     server.kill()
 
@@ -76,7 +84,7 @@ def limited_server() -> Iterator[Server]:
     limits = {
         "max-num-seqs": 1,
         "max-queue": 1,
-        "request-timeout": 6,
+        "request-timeout": 20,
         "body-timeout": 3,
         "max-prompt-tokens": 60,
         "max-completion-tokens": 4000,

@@ -42,8 +42,8 @@ class Server:
         return found
 
     def connect(self, **options: Any) -> None:
+        self.url = self.url or self.wait_until(r'"url": "([^"]+)"')[1]
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        self.url = self.wait_until(r'"url": "([^"]+)"')[1]
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S, **options)
         self.client = openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=WAIT_S
@@ -134,4 +134,11 @@ def start_server(model: str, *flags: str, key: str = "", environment: dict[str, 
     except BaseException:
         server.kill()
         raise
+    return server
+
+
+def server_at(url: str, key: str = "") -> Server:
+    """One that runs already, and is not ours to stop."""
+    server = Server(None, Path(os.devnull), key, url)  # type: ignore[arg-type]
+    server.connect()
     return server

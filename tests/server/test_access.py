@@ -104,11 +104,9 @@ def test_logs_hold_neither_keys_nor_words(tiny_server: Server) -> None:
     assert len(said) < 2 or said not in text
     lines = [line for line in tiny_server.lines() if line["event"] == "request"]
     (mine,) = [line for line in lines if line["request_id"] == name]
-    assert (mine["route"], mine["status"], mine["completion_tokens"]) == (
-        "/v1/chat/completions",
-        200,
-        answer.json()["usage"]["completion_tokens"],
-    )
+    assert mine["route"] == "/v1/chat/completions"
+    assert mine["status"] == 200
+    assert mine["completion_tokens"] == answer.json()["usage"]["completion_tokens"]
 
 
 def test_a_strange_request_id_is_not_taken(tiny_server: Server) -> None:
@@ -290,23 +288,9 @@ def test_the_page_has_a_strict_policy(tiny_server: Server) -> None:
 
 def test_https_with_a_certificate(wide_folder: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-    ]
-    subprocess.run(
-        [*make, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=WAIT_S
-    )
+    names = f"-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
+    make = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {names}".split()
+    subprocess.run(make, check=True, capture_output=True, timeout=WAIT_S)
     server = launch(str(wide_folder), "--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
     try:
         server.connect(verify=ssl.create_default_context(cafile=str(cert)))

@@ -42,10 +42,14 @@ def test_every_setting_can_be_a_variable() -> None:
             "speculative_config": '{"method": "suffix"}',
             "override_generation_config": '{"top_k": 5}',
             "max_choices": "9",
+            "role": "prefill",
+            "replicas": "9",
+            "autoscale": "1:8",
+            "kv_events": "tcp://*:5557",
         }
         text = {**special, "max_num_seqs": "128"}.get(setting.name)  # no more than max_num_batched_tokens
-        if setting.name.startswith("ssl_"):
-            continue  # only together
+        if setting.name.startswith("ssl_") or setting.name in ("prefill", "address", "replica_cpus"):
+            continue  # only together with others
         number = "2048" if "int" in str(kind) else "2.5"
         given = text or values.get(kind) or (number if "int" in str(kind) or "float" in str(kind) else "word")
         chosen = getattr(resolve({}, {f"PACELINE_{setting.name.upper()}": given}), setting.name)

@@ -20,9 +20,10 @@ import httpx
 import pytest
 
 from paceline.loaders import hub
-from paceline.measure.faults import KINDS
-from paceline.measure.faults_engine import descendants, gone
+from paceline.measure.faults import KINDS, RANKS
+from paceline.measure.faults_engine import descendants, gone, is_there
 from paceline.measure.faults_wire import HARD
+from tests.make_models import tiny_hf, tiny_tokenizer
 from tests.server.harness import CODE, STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
 # Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow
@@ -80,6 +81,10 @@ def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(own_server: S
     assert stream.begun.wait(WAIT_S)
     own_server.wait_until_taken(2)
     os.kill(int(own_server.metrics()["paceline:engine_pid"]), signal.SIGKILL)
+    end = time.monotonic() + WAIT_S
+    while (health := own_server.http.get("/health")).status_code == 200:  # at once: it will be well again
+        assert time.monotonic() < end
+    refused = own_server.post("/v1/completions", **LONG)
     stream.join(WAIT_S)
     whole.join(WAIT_S)
     assert not stream.is_alive()
@@ -90,9 +95,7 @@ def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(own_server: S
     assert (error["code"], error["type"]) == ("engine_lost", "service_unavailable_error")
     assert whole.status == 503
     assert json.loads(whole.text)["error"]["code"] == "engine_lost"
-    health = own_server.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "restarting")
-    refused = own_server.post("/v1/completions", **LONG)
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     own_server.wait_until_ready()
@@ -139,10 +142,7 @@ def test_an_engine_does_not_outlive_its_server(own_server: Server) -> None:
     own_server.process.kill()
     own_server.process.wait(WAIT_S)
     end = time.monotonic() + WAIT_S
-    while (
-        Path(f"/proc/{engine}").exists()
-        and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1]
-    ):
+    while is_there(engine):
         assert time.monotonic() < end, "the engine is still there"
         time.sleep(0.05)
 
@@ -180,6 +180,64 @@ def test_faults_of_every_kind_lose_nothing(wide_folder: Path, tmp_path: Path) ->
     assert set(report["kinds"]) == set(KINDS)
 
 
+@pytest.mark.slow
+def test_faults_of_ranks_lose_nothing(tmp_path: Path) -> None:
+    """Twice each, with what else is done to a server of two ranks."""
+    folder = tmp_path / "model"
+    tiny_hf(
+        folder,
+        "llama",
+        max_position_embeddings=4096,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+    )
+    tiny_tokenizer(folder)
+    options = ("--faults", "30", "--seed", "3", "--model", str(folder), "--server-options", "-tp 2")
+    report = soak(tmp_path / "r.json", *options)
+    assert report["lost"] == 0
+    assert not any(report["left_behind"].values())
+    assert set(RANKS) < set(report["kinds"])
+    assert report["restarts"] >= len(RANKS) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["-tp", "-pp"])
+def test_a_stopped_rank_does_not_outlive_its_engine(wide_folder: Path, option: str) -> None:
+    """A process that is stopped does not see that the engine is gone."""
+    server = start_server(str(wide_folder), option, "2")
+    try:
+        engine = int(server.metrics()["paceline:engine_pid"])
+        (rank,) = descendants(engine)
+        os.kill(rank, signal.SIGSTOP)
+        os.kill(engine, signal.SIGKILL)
+        assert asyncio.run(gone({rank}, WAIT_S))
+        server.figures_when(lambda now: now["paceline:engine_pid"] != engine, "another engine")
+        server.wait_until_ready()
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_while_it_starts_is_replaced(wide_folder: Path) -> None:
+    """It has not said that it is ready, and never will; one that takes its time says that it lives."""
+    server = start_server(str(wide_folder), "--engine-timeout", "4")
+    try:
+        first = int(server.metrics()["paceline:engine_pid"])
+        os.kill(first, signal.SIGKILL)
+        while (second := int(server.metrics()["paceline:engine_pid"])) == first:
+            time.sleep(0.01)
+        os.kill(second, signal.SIGSTOP)
+        server.wait_until('"event": "engine does not answer"')
+        server.figures_when(lambda now: now["paceline:engine_pid"] not in (first, second), "a third engine")
+        server.wait_until_ready()
+        assert not Path(f"/proc/{second}").exists()
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+    finally:
+        server.kill()
+
+
 def test_a_killed_engine_leaves_no_grammar_behind(wide_folder: Path) -> None:
     """It would take minutes to compile, and the process that would have ended it is gone."""
     server = start_server(str(wide_folder))
@@ -191,7 +249,7 @@ def test_a_killed_engine_leaves_no_grammar_behind(wide_folder: Path) -> None:
         time.sleep(0.3)
         os.kill(int(server.metrics()["paceline:engine_pid"]), signal.SIGKILL)
         asking.join(WAIT_S)
-        assert asyncio.run(gone(below, 20))
+        assert asyncio.run(gone(below, WAIT_S))
     finally:
         server.kill()
 
@@ -201,11 +259,12 @@ def test_a_killed_engine_leaves_no_grammar_behind(wide_folder: Path) -> None:
     [
         (["/no/such/model.gguf"], "no model"),
         (["default", "--speculative-config", '{"method": "nobody"}'], "method is 'nobody'"),
+        (["default", "--speculative-config", '{"method": "synthetic"}'], "knows answers beforehand"),
         (["default", "--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["default", "--ssl-certfile", "/no/cert", "--ssl-keyfile", "/no/key"], "cannot be used"),
         (["default", "--host", "203.0.113.7"], "cannot be listened on"),
     ],
-    ids=["model", "method", "engine option", "certificate", "address"],
+    ids=["model", "method", "benchmarks' method", "engine option", "certificate", "address"],
 )
 def test_what_cannot_start_says_why_and_exits_2(arguments: list[str], words: str) -> None:
     import re

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,3 +132,19 @@ def test_too_little_memory_is_told_apart() -> None:
     for error in (torch_says.value, numpy_says.value, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
         assert isinstance(unexpected(error), OutOfMemory)
     assert isinstance(unexpected(RuntimeError("the device is gone")), InternalError)
+
+
+def test_an_error_in_other_words_is_told_apart_where_memory_lacks() -> None:
+    """In a process of its own, whose limit leaves less than a step may need."""
+    script = """
+import resource, re
+from pathlib import Path
+from paceline.server.isolation import unexpected
+held = int(re.search(r"VmData:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (held + 2**25, resource.RLIM_INFINITY))
+print(type(unexpected(RuntimeError("could not create a primitive"))).__name__)
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(type(unexpected(RuntimeError("could not create a primitive"))).__name__)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["OutOfMemory", "InternalError"]

@@ -13,7 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from tests.server.harness import Server, start_server
+from tests.server.harness import WAIT_S, Server, start_server
 
 EXAMPLES = 60  # of each route and mode
 FEW = 20  # of routes that ask the chat underneath
@@ -59,7 +59,7 @@ def test_no_request_is_a_server_error(schema_server: Server, mode: GenerationMod
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(max_examples=FEW if is_door else EXAMPLES, **options)
         def ask(case: Any) -> None:
-            response = case.call()
+            response = case.call(timeout=WAIT_S)
             assert response.status_code < 500, (case.method, case.path, case.body, response.text)
             if response.status_code >= 400:
                 is_anthropic = case.path.startswith("/v1/messages")

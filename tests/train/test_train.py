@@ -165,7 +165,7 @@ def test_training_raises_held_out_acceptance(
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
-    recipe = small(kind, average=0.9)
+    recipe = small(kind)
 
     def run(folder: Path, is_resumed: bool = False, most_steps: int = 1 << 30) -> dict[str, torch.Tensor]:
         steps = 0
@@ -395,18 +395,7 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
 
     prompts, out = tmp_path / "prompts.txt", tmp_path / "head"
     prompts.write_text("Tell me about the wind.\nWho rides in front?\nWrite a list of riders.\n")
-    common = [
-        "train",
-        "eagle",
-        "--target",
-        str(tiny_folder),
-        "--device",
-        "cpu",
-        "-o",
-        str(out),
-        "--draft-vocab",
-        "256",
-    ]
+    common = f"train eagle --target {tiny_folder} --device cpu -o {out} --draft-vocab 256".split()
     done = CliRunner().invoke(app, [*common, "--prompts", str(prompts), "--tokens", "20000"])
     assert done.exit_code == 0, done.output
     assert "tokens a step on held-out answers" in done.stdout
@@ -418,19 +407,9 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     again = CliRunner().invoke(app, [*common, "--text", str(out / "text")])
     assert again.exit_code == 2
     assert "--resume" in again.stderr
-    medusa = [
-        "train",
-        "medusa",
-        "--trunk",
-        "--start",
-        str(out),
-        "--target",
-        str(tiny_folder),
-        "--device",
-        "cpu",
-        "--draft-vocab",
-        "256",
-    ]
+    medusa = (
+        f"train medusa --trunk --start {out} --target {tiny_folder} --device cpu --draft-vocab 256"
+    ).split()
     done = CliRunner().invoke(
         app, [*medusa, "-o", str(tmp_path / "medusa"), "--text", str(out / "text"), "--rounds", "0.05"]
     )
@@ -439,16 +418,7 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], (
         "it begins as good as EAGLE's first step"
     )
-    kinds = [
-        "--kinds",
-        "draft,dflash",
-        "--text",
-        str(out / "text"),
-        "--rounds",
-        "0.05",
-        "--set",
-        "num_layers=1",
-    ]
+    kinds = f"--kinds draft,dflash --text {out / 'text'} --rounds 0.05 --set num_layers=1".split()
     both = [*common[:1], *common[2:6], "-o", str(tmp_path / "heads"), "--draft-vocab", "256", *kinds]
     done = CliRunner().invoke(app, both)
     assert done.exit_code == 0, done.output

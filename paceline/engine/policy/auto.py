@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 
 from paceline.core.types import Answers, Draft, Request
 from paceline.core.weigh import NUM_CELLS, SURE, best_count
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, num_same
 from paceline.engine.policy.base import Asks, Plan, Policy, Step
 from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.policy.switch import FIRST_OFF, Switch
+from paceline.engine.policy.trees import Trees
 from paceline.engine.stats import Median
-from paceline.heads.rows import BurstWeights
+from paceline.heads.rows import BurstWeights, TreeShape
 from paceline.runtime.record import StepRecord
 
 HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is measured
@@ -51,36 +52,42 @@ class Known:
 class AutoPolicy(Policy):
     def __init__(
         self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64,
-        most_requests: int = 1 << 30, most_matched: int = 1 << 30, has_trees: bool = True,
+        most_requests: int = 1 << 30, most_matched: int = 1 << 30,
         known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
         """most_nodes: of a draft. most_requests: of a batch for which anything is drafted; most_matched: by
-        a drafter that is free, and runs on the host. has_trees: whether more than chains may be checked.
-        known: by drafter, seconds of one node and acceptance by depth."""
+        a drafter that is free, and runs on the host. known: by drafter, seconds of one node and acceptance by
+        depth."""
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
-        self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
+        self.costs, self.most_nodes = costs, most_nodes
         guesses = {d.name: (HEAD_SHARE * costs.pass_seconds(1), [d.usual] * (d.usual > 0)) for d in drafters}
         self._known = [Known(*(guesses | dict(known or {}))[drafter.name]) for drafter in self.drafters]
         # by request: one a drafter
         self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
         self._switches: dict[int, Switch] = defaultdict(Switch)  # by batch size
-        self._load = Load.of((), costs, most_nodes)
+        self._trees: dict[int, Trees] = defaultdict(Trees)  # likewise
+        self._chain = 1  # tokens of a chain where trees could be had instead
+        # the step's load, and its drafts with their scores by scheduled request
+        self.step: tuple[Load, dict[int, list[Answer]]] = Load.of((), costs, most_nodes), {}
         self._most_requests, self._most_matched = most_requests, most_matched
         backends = [
             drafter.burst_backend for drafter in self.drafters
         ]  # of several requests, without the host
         self._has_bursts = any(each is not None and each.most_requests > 1 for each in backends)
-        self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
         # What a drafted step took longer than expected, in plain passes, by whether the host drafted; then
         # with what the burst that follows takes to begin.
         self._excess, self._between = {True: Median(RESTART), False: Median(0.0)}, 0.0
         self._turn = 0  # of the requests from whose answers is learned
         self._spent = 0.0  # seconds of drafting in the last step: what it will take in this one, about
 
+    @property
+    def _load(self) -> Load:
+        return self.step[0]
+
     def plan(self, scheduled: Step) -> Plan:
-        load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
-        self._weighed = {}
+        load = Load.of(scheduled, self.costs, self.most_nodes)
+        self.step = load, {}
         if len(scheduled) > self._most_requests:
             return Plan(plain_steps=WHILE_OFF if load.is_decoding else 1)
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
@@ -157,7 +164,7 @@ class AutoPolicy(Policy):
 
     def _weigh(self, index: int, request: Request, drafts: Sequence[tuple[int, Draft]]) -> list[Answer]:
         """The drafts of one request with their scores; each is weighed once a step."""
-        weighed = self._weighed.setdefault(index, [])
+        weighed = self.step[1].setdefault(index, [])
         for number, draft in drafts[len(weighed) :]:
             known, factor = self._known[number], self._factors[request.id][number]
             weighed.append(Answer(number, draft, known.calibrations[request.params.is_greedy], factor))
@@ -172,9 +179,8 @@ class AutoPolicy(Policy):
                 chosen[index] = sampled
                 continue
             trees[index], scores = joined(self._weigh(index, scheduled[index].request, drafts))
-            nodes = range(1, len(scores)) if self.has_trees else trees[index].tree.best_path(scores)[1:]
             room = scheduled[index].num_lookahead_tokens
-            pool += sorted((-scores[node], index, node) for node in nodes)[:room]
+            pool += sorted((-scores[node], index, node) for node in range(1, len(scores)))[:room]
         pool.sort()
         num_sampled = sum(draft.num_drafted for draft in chosen.values())
         load = self._load._replace(rows=self._load.rows + num_sampled)
@@ -184,6 +190,23 @@ class AutoPolicy(Policy):
         for _, index, node in pool[:count]:
             kept.setdefault(index, []).append(node)
         return chosen | {index: trees[index].cut([0, *sorted(some)]) for index, some in kept.items()}
+
+    def tree(self, length: int, trees: Sequence[TreeShape]) -> TreeShape | None:
+        if not trees:
+            return None
+        self._chain = length or max(tree.depth for tree in trees)
+        return self._trees[self._load.size].choose([*([None] if length else []), *trees])
+
+    def _note_tree(self, record: StepRecord, load: Load) -> None:
+        """Of a round of a burst with a head, after its first."""
+        if not (record.is_in_place and record.drafting and record.seconds and record.verdicts):
+            return
+        emitted = chained = sum(len(verdict.tokens) for verdict in record.verdicts.values())
+        if record.tree is not None:
+            paths = {index: record.answers[index][0][1].tree.tokens[1:] for index in record.verdicts}
+            each = [(paths[index][: self._chain], v.tokens) for index, v in record.verdicts.items()]
+            chained = sum(1 + num_same(path, tokens) for path, tokens in each)
+        self._trees[load.size].note(record.tree, record.seconds, emitted, chained)
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         unknown, factors, way = ([-1.0] * NUM_CELLS, 1.0), self._factors[request.id], request.params.is_greedy
@@ -203,7 +226,8 @@ class AutoPolicy(Policy):
             request, verdict = record.scheduled[index].request, record.verdicts[index]
             for answer in self._weigh(index, request, record.answers[index]):
                 answer.learn(record.drafts[index], verdict)
-        self._weighed = {}
+        self.step = load, {}
+        self._note_tree(record, load)
         nodes = 0 if record.is_plain else sum(d.num_drafted for d in record.drafts if d is not None)
         drafted = load.with_nodes(nodes)
         expected = self.costs.pass_seconds(*drafted) if load.speaking else 0.0

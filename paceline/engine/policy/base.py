@@ -6,12 +6,12 @@ Invariant: a policy decides time, never text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.core.types import Answers, Draft, Request, ScheduledRequest
 from paceline.core.weigh import NUM_CELLS
 from paceline.drafters.base import Drafter
-from paceline.heads.rows import BurstWeights
+from paceline.heads.rows import BurstWeights, TreeShape
 from paceline.runtime.record import StepRecord
 
 Step = Sequence[ScheduledRequest]
@@ -37,6 +37,9 @@ class Plan(NamedTuple):
 
 class Policy(Protocol):
     drafters: tuple[Drafter, ...]  # in the order in which they are asked
+    # What it knows of the step that it was last asked about. Where several are under way the engine keeps it
+    # for each, and gives it back before `observe`.
+    step: Any = None
 
     def plan(self, scheduled: Step) -> Plan:
         """Which drafters to ask in this step, for how much."""
@@ -47,6 +50,10 @@ class Policy(Protocol):
     def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_burst: bool) -> Asks:
         """What still pays to ask a drafter now that others have answered; is_burst: which is in a burst."""
         return asks
+
+    def tree(self, length: int, trees: Sequence[TreeShape]) -> TreeShape | None:
+        """What a head drafts in a burst; None: chains of that length. 0: it drafts no chains."""
+        return trees[0] if trees and not length else None
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         """How a burst weighs these drafts; here all are believed and cost nothing, so all are checked."""

@@ -3,6 +3,7 @@
 MXFP4: `weight_scale` uint8 [outputs, groups] are exponents + 127. NVFP4: it is FP8, and one more number
 scales the whole tensor: compressed-tensors divides by `weight_global_scale`, ModelOpt multiplies with
 `weight_scale_2`; that product of scales is rounded once, too.
+MXFP4 can be read as it is stored, for devices that keep it so.
 gpt-oss's MXFP4: experts are stacked, `experts.gate_up_proj_blocks` uint8 [experts, rows, groups, 16], its
 rows gate and up in turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, rows, groups].
 """
@@ -10,16 +11,17 @@ rows gate and up in turn, `experts.down_proj_blocks`; `_scales` uint8 [experts, 
 from __future__ import annotations
 
 import re
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.loaders.quantized.parts import Grid, Module, Part, Reader, Shape, dequantize
+from paceline.models.kept import FLOAT4_GROUP as GROUP
+from paceline.models.kept import Float4
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 DIVISOR, FACTOR = ".weight_global_scale", ".weight_scale_2"
-GROUP = 32
 MOST_EXPERTS = 4_096
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d{1,6})\.(?P<part>gate|up|down)_proj")
 STACKED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
@@ -47,24 +49,44 @@ def open_fp4(module: Module, part: str) -> Reader | None:
     scales = module.take(".weight_scale", ("U8", "F8_E8M0", "F8_E4M3"), sizes)
     name = next((name for name in (DIVISOR, FACTOR) if module.type_of(name)), None)
     whole = module.take(name, ("F32",), (), (1,)) if name is not None else None
-    return partial(_read, values, scales, whole, width)
+    return Fp4Reader(values, scales, width, whole)
 
 
-def _read(values: Part, scales: Part, whole: Part | None, width: int, rows: slice) -> Tensor:
-    """whole: the scale of the tensor."""
-    raw, each = values.read(rows), scales.read(rows)
-    each = powers_of_two(each) if each.dtype == torch.uint8 else each.to(torch.float32)
-    if whole is not None:
-        factor = whole.read().reshape(())
-        each = each / factor if whole.name.endswith(DIVISOR) else each * factor
-    return dequantize(lambda some: fp4_values(raw[some])[:, :width], Grid(each), (len(raw), width))
+@dataclass(frozen=True, slots=True)
+class Fp4Reader:
+    """Of one weight."""
 
+    values: Part  # [rows, bytes], or of a stack [experts, rows, groups, bytes]
+    scales: Part  # [rows, groups], or [experts, rows, groups]
+    width: int
+    whole: Part | None = None  # the scale of the tensor
+    expert: int | None = None  # of a stack
+    first: int = 0  # the rows that are the weight's: this one, and then each `step`-th
+    step: int = 1
 
-def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> float32 [..., groups * 32]."""
-    shape = (scales.shape[:-1].numel(), GROUP * scales.shape[-1])
-    flat, grid = blocks.reshape(shape[0], -1), Grid(powers_of_two(scales).reshape(shape[0], -1))
-    return dequantize(lambda some: fp4_values(flat[some]), grid, shape).view(*scales.shape[:-1], -1)
+    def __call__(self, rows: slice) -> Tensor:
+        raw, each = self._stored(rows)
+        each = powers_of_two(each) if each.dtype == torch.uint8 else each.to(torch.float32)
+        if self.whole is not None:
+            factor = self.whole.read().reshape(())
+            each = each / factor if self.whole.name.endswith(DIVISOR) else each * factor
+        sizes = len(raw), self.width
+        return dequantize(lambda some: fp4_values(raw[some])[:, : self.width], Grid(each), sizes)
+
+    def kept(self, rows: slice) -> Float4 | None:
+        """None where scales are no powers of two, or not for 32 inputs each."""
+        is_power = self.scales.dtype in ("U8", "F8_E8M0") and self.whole is None
+        if not is_power or GROUP * self.scales.shape[-1] != self.width:
+            return None
+        raw, each = self._stored(rows)
+        return Float4(raw, each.view(torch.uint8))
+
+    def _stored(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """-> [rows, bytes] and [rows, groups]."""
+        span = slice(rows.start * self.step, rows.stop * self.step)
+        index = (span,) if self.expert is None else (self.expert, span)
+        raw, each = (part.read(*index)[self.first :: self.step] for part in (self.values, self.scales))
+        return raw.flatten(1), each
 
 
 def expert_names(name: str, shape: Shape) -> list[str]:
@@ -91,9 +113,4 @@ def open_mxfp4(module: Module) -> Reader | None:
     sizes = (experts, step * rows, width // GROUP)
     blocks = stacked.take("_blocks", ("U8",), (*sizes, GROUP // 2))
     scales = stacked.take("_scales", ("U8",), sizes)
-    return partial(_read_expert, blocks, scales, int(name["index"]), slice(first, None, step))
-
-
-def _read_expert(blocks: Part, scales: Part, expert: int, every: slice, rows: slice) -> Tensor:
-    stored = slice(rows.start * every.step, rows.stop * every.step)
-    return mxfp4_rows(blocks.read(expert, stored)[every], scales.read(expert, stored)[every])
+    return Fp4Reader(blocks, scales, width, None, int(name["index"]), first, step)

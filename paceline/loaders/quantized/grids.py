@@ -1,17 +1,20 @@
 """Weights in a small type of their own (FP8, int8), times a grid of scales: one a tensor, one a row, one for
 each group of inputs, or one for each block of both.
 
-Used by fp8 (DeepSeek, Qwen, fbgemm, ModelOpt) and by compressed-tensors' float- and int-quantized.
+Used by fp8 (DeepSeek, Qwen, fbgemm, ModelOpt) and by compressed-tensors' float- and int-quantized. FP8 can be
+read as it is stored, for devices that keep it so.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.loaders.quantized.parts import INT8, SCALES, Grid, Module, Part, Reader, Shape, dequantize
+from paceline.loaders.quantized import parts
+from paceline.loaders.quantized.parts import FLOAT8, INT8, SCALES, Grid, Module, Part, Reader, Shape
+from paceline.models.float8 import GROUP, Float8
 
 NAMES = (".weight_scale_inv", ".weight_scale", ".scale")  # all of them multiply, whatever the first is called
 
@@ -25,7 +28,7 @@ def open_grid(module: Module, types: tuple[str, ...], blocks: tuple[Shape, ...] 
     sizes = _grids(module.shape, module.shape_of(name), blocks)
     scales = module.take(name, SCALES, *sizes)
     zeros = module.take_any(".weight_zero_point", (INT8,), scales.shape)
-    return partial(_read, weight, scales, zeros, sizes[scales.shape])
+    return GridReader(weight, scales, zeros, sizes[scales.shape])
 
 
 def _grids(shape: Shape, found: Shape, blocks: tuple[Shape, ...]) -> dict[Shape, Shape]:
@@ -38,15 +41,36 @@ def _grids(shape: Shape, found: Shape, blocks: tuple[Shape, ...]) -> dict[Shape,
     return sizes
 
 
-def _read(weight: Part, scales: Part, zeros: Part | None, block: Shape, rows: slice) -> Tensor:
-    """block: rows and inputs of a scale."""
-    raw, (height, width), total = weight.read(rows), block, weight.shape[1]
+@dataclass(frozen=True, slots=True)
+class GridReader:
+    """Of one weight."""
 
-    def values(part: Part) -> Tensor:
-        """-> float32 [blocks of rows, groups]."""
-        read = (part.read(rows) if height == 1 else part.read()).to(torch.float32)
+    weight: Part
+    scales: Part
+    zeros: Part | None
+    block: Shape  # rows and inputs of a scale
+
+    def __call__(self, rows: slice) -> Tensor:
+        raw, (height, width), total = self.weight.read(rows), self.block, self.weight.shape[1]
+        groups = torch.arange(total) // width if total % width else None
+        first = 0 if height == 1 else rows.start
+        zeros = None if self.zeros is None else self._values(self.zeros, rows)
+        grid = Grid(self._values(self.scales, rows), zeros, height, first, groups)
+        return parts.dequantize(lambda some: raw[some], grid, (len(raw), total))
+
+    def kept(self, rows: slice) -> Float8 | None:
+        """None where it is not FP8, or where 128 inputs may have several scales."""
+        (height, width), total = self.block, self.weight.shape[1]
+        has_narrow = width < total and width % GROUP > 0
+        if self.weight.dtype != FLOAT8 or self.zeros is not None or has_narrow:
+            return None
+        scales = self._values(self.scales, rows)
+        if height > 1:
+            scales = scales[torch.arange(rows.start, rows.stop) // height]
+        each = scales.repeat_interleave(-(-width // GROUP), 1)[:, : -(-total // GROUP)]
+        return Float8(self.weight.read(rows).view(torch.uint8), each)
+
+    def _values(self, part: Part, rows: slice) -> Tensor:
+        """-> float32 [blocks of rows, groups]: all, or one a row of these."""
+        read = (part.read(rows) if self.block[0] == 1 else part.read()).to(torch.float32)
         return read if read.ndim == 2 else read.reshape(-1, 1)
-
-    groups, first = torch.arange(total) // width if total % width else None, 0 if height == 1 else rows.start
-    grid = Grid(values(scales), None if zeros is None else values(zeros), height, first, groups)
-    return dequantize(lambda some: raw[some], grid, (len(raw), total))

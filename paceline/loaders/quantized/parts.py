@@ -9,19 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.stored import StoredTensor, read_tensor
+from paceline.models.kept import Kept
 
 FLOAT8, INT8 = "F8_E4M3", "I8"
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 STEP = 1 << 22  # values that are worked on at once
 Reader = Callable[[slice], Tensor]  # rows with a start and a stop -> float32 [rows, inputs]
 Shape = tuple[int, ...]
+
+
+@runtime_checkable
+class KeepingReader(Protocol):
+    """A reader that may give the numbers as they are stored."""
+
+    def kept(self, rows: slice) -> Kept | None: ...
 
 
 @dataclass(slots=True)
