@@ -11,7 +11,7 @@ import torch
 from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
 from paceline.cuda.attention import LOG2_E, Attending, Tiling, attend, launch_for, paths_of
-from paceline.cuda.batch import DeviceBatch, ancestor_words
+from paceline.cuda.batch import Bucket, DeviceBatch, ancestor_words, target_buffer
 from paceline.models.attention import Masking, TorchAttention
 
 pytestmark = pytest.mark.slow  # interpreted where there is no GPU
@@ -301,6 +301,13 @@ def test_a_path_is_its_slots_in_order(device: torch.device) -> None:
     for row, parent in enumerate(tree):
         before = [] if parent < 0 else paths[3 + parent][: depths(tree)[parent] + 1]
         assert paths[3 + row][: len(before) + 1] == [*before, slots[3 + row]]
+
+
+def test_paths_of_padding_rows_lead_to_the_trash(device: torch.device) -> None:
+    """More of them than a tree may have: none reads a path that was never written."""
+    bucket = Bucket(5 * 64, 1, 5 * 64, 1)
+    buffer = target_buffer(bucket, 1, 999, device)
+    assert paths_of(DeviceBatch.of(buffer.on_device))[:, 0].unique().tolist() == [999]
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
