@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import carray, prange, types
 
 from paceline.core.errors import ConfigError
@@ -100,6 +101,17 @@ def offer_core(emit: Emitter) -> Any:
 
 
 @instruction(types.int64)
+def threads_now(emit: Emitter) -> Any:
+    """Numba's number of the calling thread. (Its own function for it keeps a kernel from the disk cache.)"""
+    return emit.call("get_num_threads", INT64, [])
+
+
+@instruction()
+def use_threads(emit: Emitter, count: Any) -> None:
+    emit.call("set_num_threads", ir.VoidType(), [emit.builder.trunc(count, INT32)])
+
+
+@instruction(types.int64)
 def futex(emit: Emitter, at: Any, operation: Any, value: Any, nap: Any) -> Any:
     return emit.call("syscall", INT64, [INT64(FUTEX), at, operation, value, nap])
 
@@ -125,15 +137,18 @@ def wake(sync, at, kind):  # type: ignore[no-untyped-def]
 
 @unrolled
 def in_region(run, sync, threads, given):  # type: ignore[no-untyped-def]
-    """run(share, given) in all threads that come, from a kernel that is parallel."""
-    lock = look(sync + LOCK)
+    """run(share, given) in all threads that come, from a kernel that is parallel. The runtime is asked for no
+    more: one without a part would spin on a core that another rank needs."""
+    lock, most = look(sync + LOCK), threads_now()
     while lock != 0 and not exchange(lock, 0, 1):
         offer_core()
     publish(sync + GATE, 0)
+    use_threads(min(threads, most))
     for part in prange(threads):
         share = join(sync, np.int64(part), threads)
         if share.part >= 0:
             run(share, given)
+    use_threads(most)
     if lock != 0:
         publish(lock, 0)
 

@@ -112,6 +112,8 @@ def scores_in(
         if count and not request.is_finished:
             place, num_top = len(request.scores) + 1, request.params.prompt_logprobs or 0
             tokens, rows = request.tokens[place : place + count], output.logits[first : first + count]
-            found[index] = [logprobs_of(row, t, num_top) for row, t in zip(rows, tokens, strict=True)]
+            # On the host, as those of an answer: a device would round their logarithms otherwise.
+            pairs = zip(rows, tokens, strict=True)
+            found[index] = [logprobs_of(row.cpu(), token, num_top) for row, token in pairs]
         first += count + (0 if draft is None else len(draft.tree.tokens))
     return found

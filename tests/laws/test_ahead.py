@@ -13,7 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.engine.policy.base import FixedPolicy
-from tests.laws.harness import engine_with, prompts, request_of, run
+from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
 
 MIXED = (
@@ -74,7 +74,8 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
     while engine.has_work:
         said += sum(len(emission.tokens) for emission in engine.step())
         assert len(launched) == min(said + 1, 6), "one pass is on its way while there is more to say"
-    assert launched == [0, 1, 2, 3, 4, 5]
+    # Of passes that really run by themselves, a second is on its way when the first has said nothing yet.
+    assert launched == ([0, 1, 2, 3, 4, 5] if DEVICE.type == "cpu" else [0, 1, 1, 2, 3, 4])
 
 
 def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> None:
