@@ -19,8 +19,10 @@ from tests.odd_models import digest
 TWO = {"NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
 
 
-def run(code: str, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **TWO, **variables}
+def run(
+    code: str, environment: dict[str, str] | None = None, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = environment or {**os.environ, **TWO, **variables}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parent.parent, capture_output=True,
         text=True, timeout=timeout,
@@ -117,6 +119,10 @@ def test_threads_are_no_more_than_the_cores_that_may_be_used() -> None:
     cores = len(os.sched_getaffinity(0))
     done = run(code, NUMBA_NUM_THREADS="64", OMP_NUM_THREADS="64")
     assert done.stdout.split() == [str(cores)], done.stderr
+    alone = {name: value for name, value in os.environ.items() if name != "NUMBA_NUM_THREADS"}
+    for asked, found in (("1", "1"), ("1,1", "1"), ("64", str(cores))):
+        done = run(code, {**alone, "OMP_NUM_THREADS": asked})
+        assert done.stdout.split() == [found], (asked, done.stderr)
     done = run(f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {code}")
     assert done.stdout.split() == ["1"], done.stderr
 

@@ -189,12 +189,9 @@ def _spread(options: EngineOptions, checkpoint: Checkpoint, setup: RankSetup) ->
     with waiting("starting the ranks", options.progress):
         stages = None if stage.size == 1 else _stages(stage.size)
         if stages is not None:
-            setup = setup._replace(num_local_stages=len(stages.processes) + 1)
             stages.set_up(setup, checkpoint.fingerprint)
         ranks = None if setup.num_ranks == 1 else Ranks(setup)
-    backend = backend_for(
-        device, options.kernels, group=ranks and ranks.group, num_stages=setup.num_local_stages
-    )
+    backend = backend_for(device, options.kernels, group=ranks and ranks.group)
     with waiting("packing the weights for this machine (once)", options.progress):
         own = load_part(backend, checkpoint, setup, ranks)
     return own if stages is None else StagesExecutor(own, stages, checkpoint.config)

@@ -27,10 +27,9 @@ class CpuBackend:
     num_recordings = 0
     most_drafted = most_matched = 1 << 30
 
-    def __init__(self, use_cache: bool = True, group: CpuGroup | None = None, num_stages: int = 1) -> None:
-        """use_cache: keep packed weights on disk; group: the ranks that run what it loads together, beside
-        other stages of this machine."""
-        self._use_cache, self._group, self._num_stages = use_cache, group, num_stages
+    def __init__(self, use_cache: bool = True, group: CpuGroup | None = None) -> None:
+        """use_cache: keep packed weights on disk; group: the ranks that run what it loads together."""
+        self._use_cache, self._group = use_cache, group
 
     def check_dtype(self, dtype: str) -> None:
         bits_of(dtype)
@@ -53,9 +52,7 @@ class CpuBackend:
         names = "votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst", "draw.draw_rows"
         if source.config.has_embedding and (self._group is None or self._group.shard.rank == 0):
             compile_beside(*names)
-        decoder = CpuDecoder.load(source, dtype, context, self._use_cache, self._group)
-        decoder.memory.num_stages = self._num_stages
-        return decoder
+        return CpuDecoder.load(source, dtype, context, self._use_cache, self._group)
 
     def record(self, *_: Any) -> None:
         """There is nothing to record."""

@@ -20,6 +20,15 @@ def usable_cores(count_siblings: bool) -> int:
     return max(1, min(len(cores), math.ceil(_quota())))
 
 
+def asked_threads() -> int | None:
+    """What the environment says. Numba reads its own variable, and not that of OpenMP."""
+    for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
+        first = os.environ.get(name, "").partition(",")[0].strip()  # of nested regions
+        if first.isdigit() and int(first):
+            return int(first)
+    return None
+
+
 def _siblings(cpu: int) -> Path:
     return CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
 

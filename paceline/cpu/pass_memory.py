@@ -56,13 +56,12 @@ class PassMemory:
         self._workspace: Workspace[dict[str, int]] = Workspace(self._sizes, dict)
         self._work, self._work_of, self._table = array("q"), (object(), object()), np.empty(0, np.int64)
         self._elsewhere = dict.fromkeys(self._common_sizes(1), 0)  # rank 0's common parts, of another rank
-        self.num_stages = 1  # of a pipeline, that have the cores of this machine together
         self.team, self.woken = Team(), array("q", [0])  # experts, in all layers of a pass
 
     @property
     def threads(self) -> int:
         """Of this rank."""
-        return max(1, num_threads() // (self.shard.size * self.num_stages))
+        return max(1, num_threads() // self.shard.size)
 
     def recycled(self) -> Recycled:
         """For what passes write."""

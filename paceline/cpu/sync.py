@@ -24,7 +24,7 @@ from numba import carray, prange, types
 
 from paceline.core.errors import ConfigError
 from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.cores import usable_cores
+from paceline.cpu.cores import asked_threads, usable_cores
 from paceline.cpu.lanes import INT32, INT64, Emitter, instruction, int_pointer, seconds_now
 
 # Memory of a team, in bytes: arrivals at a barrier and barriers passed, far apart; the gate of a region: how
@@ -56,7 +56,7 @@ ORDER, BROKEN, ORDERS, NUM_ORDERS = OWN, OWN + LINE, OWN + 2 * LINE, 32
 LOST_S, GROUP_NAP = 8.0, 50_000_000  # seconds at a barrier of ranks before one is lost; nanoseconds of a nap
 MOST_PATIENCE, LEAST_PATIENCE = 10_000_000, 50_000  # nanoseconds: the least where threads did not come before
 # More threads than cores would wait for each other's turns; siblings of a core are used if asked for.
-CORES = usable_cores("NUMBA_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ)
+CORES = min(usable_cores(asked_threads() is not None), asked_threads() or 1 << 30)
 SIZE = OWN + 2 * LINE * CORES
 NOTICED = 5  # regions in a row that were short of threads before it is said
 

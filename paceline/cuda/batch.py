@@ -102,8 +102,8 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
 def _own_words(count: int, num_words: int) -> np.ndarray:
     """[count, W] int64 masks of one request's rows without ancestors. They wrap around within the words that
     a tree may have: of rows that are no chain, paths are read from these alone."""
-    row, words = np.arange(count), np.zeros((count, num_words), np.uint64)
-    words[row, row // WORD % min(num_words, MAX_ROWS[-1] // WORD)] = np.uint64(1) << (row % WORD).astype(np.uint64)
+    row, words = np.arange(count, dtype=np.uint64), np.zeros((count, num_words), np.uint64)
+    words[range(count), row // WORD % min(num_words, MAX_ROWS[-1] // WORD)] = np.uint64(1) << row % WORD
     return words.view(np.int64)
 
 

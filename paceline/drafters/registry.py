@@ -54,8 +54,7 @@ FOLDER = Path(__file__).parent.parent / "data" / "heads"
 # shipped heads, the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
 SHIPPED = ("eagle", "dflash", "draft", "medusa")
 LENGTH = 5  # tokens of the longest draft of one; the policy and the head's own doubts cut it
-# Of trees beside such chains, as (31, 63): none until their speed was measured on a GPU (decision 09).
-BURST_NODES: tuple[int, ...] = ()
+BURST_NODES = (15,)  # of trees that may take the place of such chains in a GPU's bursts (decision 09)
 
 # What "auto" drafts with beside a shipped head: no training, no model; the policy chooses from its drafts.
 # Token recycling beside it gained nothing and costs host time, see docs/decisions.

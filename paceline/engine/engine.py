@@ -50,7 +50,7 @@ class Engine:
         """Without a policy the drafter proposes `config.num_speculative_tokens` whenever it can."""
         self.executor, self.drafter, self.config = executor, drafter, config
         self.policy = policy or FixedPolicy(drafter, config.num_speculative_tokens)
-        self.scheduler = Scheduler(config, executor.kv, num_stages=executor.num_stages)
+        self.scheduler = Scheduler(config, executor.kv, num_under_way=executor.num_under_way)
         self._totals = SpecStats()
         self.stats: dict[str, SpecStats] = {}  # by request
         self.watch: Watch | None = None  # is shown every draft being judged
@@ -141,8 +141,8 @@ class Engine:
         return emissions
 
     def _fill(self) -> None:
-        """Launch until every stage has something to do: one pass where there are no stages."""
-        while len(self._under_way) < self.executor.num_stages:
+        """Launch until as many passes are under way as may be: one where no stages overlap."""
+        while len(self._under_way) < self.executor.num_under_way:
             pending = self._launch()
             if pending is None:
                 return

@@ -29,7 +29,7 @@ class Scheduler:
     num_prefix_queries: int = 0  # tokens of the requests that were started or started again
     num_prefix_hits: int = 0  # of them, found in the cache or shared with a sibling
     most_beside_streams: int = sys.maxsize  # tokens of prompts in a pass that streams wait for
-    num_stages: int = 1  # passes under way at a time, each with its share of the requests
+    num_under_way: int = 1  # passes under way at a time, each with its share of the requests
     _plan: dict[str, ScheduledRequest] = field(default_factory=dict)
     _budget: int = 0
     _chunk: int = 0  # of the budget, what is left for prompts
@@ -47,7 +47,7 @@ class Scheduler:
         """busy: requests whose pass is under way. They are neither in this one nor preempted for it."""
         self._plan, self._budget, self._busy = {}, self.config.max_num_batched_tokens, busy
         wanting = min(len(self.running) + len(self.waiting), self.config.max_num_seqs)
-        self._most = -(-wanting // self.num_stages)
+        self._most = -(-wanting // self.num_under_way)
         has_streams = any(r.is_streamed and r.num_output for r in self.running)
         self._chunk = min(self._budget, self.most_beside_streams if has_streams else sys.maxsize)
         num_preemptions = self.num_preemptions

@@ -135,7 +135,8 @@ def describe(model: str) -> Described:
     shape = "smollm2-135m" if is_default else model
     if path is None and shape not in SHAPES:
         forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
-        raise ModelNotFound(f"no model {model[: hub.MAX_NAME]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
+        named = model[: hub.MAX_NAME]
+        raise ModelNotFound(f"no model {named!r} here; give {forms}, or one of {', '.join(SHAPES)}")
     if path is None:
         return Described(shape, SHAPES[shape])
     name, path = hub.display_name(model), path / CONFIG if (path / CONFIG).is_file() else path

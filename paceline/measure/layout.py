@@ -4,7 +4,7 @@ and send, and which of them writes most tokens a second.
 What is sent follows from how ranks share the work (docs/decisions/17): every matrix is split by its outputs
 and its inputs are gathered, so a layer has four exchanges. Stages of a pipeline hand on the rows of the
 residual stream, and the last gives logits back; with as many groups of requests as stages, all of them work
-at once.
+at once. Stages of one machine take turns with its cores instead.
 Invariant: one device in one replica takes the time of the roofline and sends nothing.
 """
 
@@ -76,10 +76,11 @@ class Placed:
     def __post_init__(self) -> None:
         target, (tensor, pipeline, replicas, is_by_expert) = self.target, self.layout
         self.requests = math.ceil(target.batch / replicas)
-        self.num_groups = min(pipeline, self.requests)  # under way in different stages
+        takes_turns = target.hardware.threads is not None  # stages of one machine have all its cores
+        self.num_groups = 1 if takes_turns else min(pipeline, self.requests)  # under way in different stages
         group, count = math.ceil(self.requests / self.num_groups), target.config.num_layers
         active = min(replicas, target.batch) * tensor * self.num_groups
-        hardware = target.hardware.device(tensor * pipeline * replicas, active)
+        hardware = target.hardware.device(tensor * replicas * (1 if takes_turns else pipeline), active)
         part = replace(target, hardware=hardware, batch=group, shard=Shard(tensor - 1, tensor, is_by_expert))
         cuts = [count * stage // pipeline for stage in range(pipeline + 1)]
         # the last rank's part is as large as any

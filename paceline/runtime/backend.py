@@ -139,10 +139,9 @@ class TorchBackend:
 
 
 def backend_for(
-    device: torch.device, kernels: str = "exact", exact: bool = False, group: Any = None, num_stages: int = 1
+    device: torch.device, kernels: str = "exact", exact: bool = False, group: Any = None
 ) -> Backend:
-    """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are.
-    num_stages: of a pipeline, that are processes of this machine."""
+    """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are."""
     if kernels not in KERNELS:
         raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
     if kernels == "torch":
@@ -153,7 +152,7 @@ def backend_for(
         return CudaBackend(device, exact, group=group)
     from paceline.cpu.backend import CpuBackend
 
-    return CpuBackend(group=group, num_stages=num_stages)
+    return CpuBackend(group=group)
 
 
 def resolve(name: str) -> torch.device:

@@ -91,6 +91,7 @@ class KvMemory:
 
 class LocalExecutor:
     num_ranks = num_stages = 1
+    num_under_way = 1  # passes, each with its share of the requests
 
     def __init__(self, backend: Backend, decoder: Decoder, memory: KvMemory) -> None:
         self.backend, self.decoder, self.memory = backend, decoder, memory

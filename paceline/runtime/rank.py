@@ -55,7 +55,7 @@ def run(connection: Connection, number: int, shard: Shard, folder: str, setup: R
     group = join(shard, setup.kernels, folder, number, device)
     connection.send("")  # the folder is not needed any more
     connection.recv()  # once rank 0 has packed and compiled what can be found on disk then
-    backend = backend_for(device, setup.kernels, group=group, num_stages=setup.num_local_stages)
+    backend = backend_for(device, setup.kernels, group=group)
     source = open_checkpoint(setup.model, False, setup.load_format)
     mine = part_of(source, setup.stage)
     decoder = backend.load(mine, setup.dtype, setup.context)

@@ -50,7 +50,6 @@ class RankSetup(NamedTuple):
     is_by_expert: bool = False
     num_ranks: int = 1  # of a stage
     stage: Stage = Stage()
-    num_local_stages: int = 1  # that share the cores of this machine
     device: str = "cpu"  # of rank 0
 
 

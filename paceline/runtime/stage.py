@@ -70,7 +70,7 @@ def run(link: Link, setup: RankSetup, fingerprint: str) -> None:
     link.send("ready")
     link.receive()  # once rank 0 has packed and compiled what can be found on disk then
     cpu, group = torch.device("cpu"), ranks and ranks.group
-    backend = backend_for(cpu, setup.kernels, group=group, num_stages=setup.num_local_stages)
+    backend = backend_for(cpu, setup.kernels, group=group)
     executor = load_part(backend, source, setup, ranks)
     part = Part(executor, setup.stage, source.config)
     link.send("ready")

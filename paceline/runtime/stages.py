@@ -1,13 +1,15 @@
 """Pipeline parallelism, rank 0's side: it runs the first layers itself, sends what leaves them to the next
 stage, and that stage's answer on to the one after it, until logits come back.
 
-Several passes may be under way, one a stage. Invariant: every stage gets passes in the order in which they
-were sent, so K/V that a pass leaves are there for those after it, and blocks that were given to another
-request are written for it last. A stage that ends or is silent ends them all with a RankError.
+Several passes may be under way, one a stage, where stages do not share their cores. Invariant: every stage
+gets passes in the order in which they were sent, so K/V that a pass leaves are there for those after it, and
+blocks that were given to another request are written for it last. A stage that ends or is silent ends them
+all with a RankError.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -93,6 +95,12 @@ class Stages:
         """Processes of this machine."""
         pairs = [_start() for _ in range(1, size)]
         return cls([link for _, link in pairs], [process for process, _ in pairs])
+
+    @property
+    def take_turns(self) -> bool:
+        """Stages of one machine: each has all its cores while the others wait, since one pass over all
+        requests reads the weights once. On several machines all are busy with requests of their own."""
+        return bool(self.processes)
 
     def set_up(self, setup: RankSetup, fingerprint: str) -> None:
         """Tell every stage what to load; `wait` for their word."""
@@ -199,8 +207,10 @@ def _start() -> tuple[subprocess.Popen[bytes], Link]:
     with theirs:
         # -P: modules come from where they are installed, never from the folder this was started in.
         command = [sys.executable, "-P", "-m", "paceline.runtime.stage", str(theirs.fileno())]
+        # Threads that have done their part leave the cores to the next stage at once; OpenMP's else do not.
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         # A group of its own: Ctrl-C is for rank 0 alone.
-        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "process_group": 0}
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "process_group": 0, "env": quiet}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **given)
     return process, Link(ours)
 
@@ -212,6 +222,7 @@ class StagesExecutor(LocalExecutor):
         self._part, self.stages = Part(own, Stage(0, stages.size), whole), stages
         self._whole = replace(whole, max_context=own.config.max_context)
         self.num_ranks, self.num_stages = own.num_ranks, stages.size
+        self.num_under_way = 1 if stages.take_turns else stages.size
         self._end = weakref.finalize(self, stages.end, f"the model is closed; {REMEDY}")
         stages.begin()
 
