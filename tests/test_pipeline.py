@@ -212,6 +212,26 @@ def test_stages_of_one_machine_take_turns(folder: Path) -> None:
     assert texts[0] == texts[1]
 
 
+UNREADABLE = """
+import sys
+from paceline import LLM
+from paceline.core.errors import PacelineError
+options = dict(kernels="torch", max_model_len=64, progress=False, pipeline_parallel_size=3)
+try:
+    LLM(sys.argv[1], speculative_config={"method": "eagle", "model": sys.argv[1]}, **options)
+except PacelineError:
+    print("refused")
+"""
+
+
+def test_a_program_that_could_not_load_ends_by_itself(folder: Path) -> None:
+    """Threads that read from stages have ended before the interpreter does: else it is aborted, as a rule."""
+    for _ in range(3):
+        command = [sys.executable, "-c", UNREADABLE, str(folder)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_arrivals_stops_and_preemptions(pair: tuple[Run, Run], seed: int) -> None:
     """In any order: the books balance after every step, and every text is a beginning of the plain one."""

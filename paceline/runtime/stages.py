@@ -89,6 +89,8 @@ class Stages:
         self.lost = ""
         self._sent: list[deque[Later]] = [deque() for _ in links]
         self._lock = threading.Lock()
+        numbers = range(1, self.size)
+        self._readers = [threading.Thread(target=self._read, args=(n,), daemon=True) for n in numbers]
 
     @classmethod
     def start(cls, size: int) -> Stages:
@@ -122,8 +124,8 @@ class Stages:
         for number, link in enumerate(self.links, 1):
             self._guarded(number, link.send, "begin")
         self.wait()
-        for number in range(1, self.size):
-            threading.Thread(target=self._read, args=(number,), daemon=True).start()
+        for thread in self._readers:
+            thread.start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _guarded(self, number: int, call: Callable[..., Any], *given: Any) -> Any:
@@ -201,6 +203,13 @@ class Stages:
         for later in under_way:
             later.fail(why)
 
+    def close(self) -> None:
+        """End all. A thread that still had a tensor when the interpreter ends would abort the process."""
+        self.end(f"the model is closed; {REMEDY}")
+        for thread in self._readers:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(ENDING_S)
+
 
 def _start() -> tuple[subprocess.Popen[bytes], Link]:
     ours, theirs = socket.socketpair()
@@ -223,7 +232,7 @@ class StagesExecutor(LocalExecutor):
         self._whole = replace(whole, max_context=own.config.max_context)
         self.num_ranks, self.num_stages = own.num_ranks, stages.size
         self.num_under_way = 1 if stages.take_turns else stages.size
-        self._end = weakref.finalize(self, stages.end, f"the model is closed; {REMEDY}")
+        self._end = weakref.finalize(self, stages.close)
         stages.begin()
 
     @property
