@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
     "api": 1_366, "core": 1_938, "engine": 2_063, "runtime": 1_962, "models": 1_525, "heads": 1_020, "drafters": 2_592,
-    "cpu": 7_086, "cuda": 5_414, "loaders": 4_871, "train": 1_816, "measure": 6_314, "server": 4_580, "scale": 978, "cli": 2_566,
+    "cpu": 7_086, "cuda": 5_414, "loaders": 4_871, "train": 1_816, "measure": 6_319, "server": 4_580, "scale": 978, "cli": 2_566,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_LINES, MOST_ENGINE, MOST_POLICY = 46_170, 12_465, 710
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 46_175, 12_465, 710
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,

@@ -104,15 +104,18 @@ def test_cores_share_what_was_measured_of_their_machine() -> None:
         "this", 20 * GB, 1e12, 1e12, 24 * GB, 2e12, 2, lone_bandwidth=14 * GB, link=Link(GB, 0)
     )
     target = Deployment(SMOLLM2_135M, machine, "int8", "int8", batch=2, context=0)
-    both, one = (
-        Placed(target, Layout(1, 2, 1, False), 2),
-        Placed(replace(target, batch=1), Layout(1, 2, 1, False), 2),
-    )
+    replicas, stages = Layout(1, 1, 2, False), Layout(1, 2, 1, False)
+    both, one = Placed(target, replicas, 2), Placed(replace(target, batch=1), replicas, 2)
     assert both.stages[0].hardware.bandwidth == 10 * GB
-    assert one.stages[0].hardware.bandwidth == 14 * GB  # the other stage rests
+    assert one.stages[0].hardware.bandwidth == 14 * GB  # the other replica rests
     assert both.stages[0].hardware.int8_flops == one.stages[0].hardware.int8_flops == 1e12
-    slower = Placed(target, Layout(1, 2, 1, False), 2, reach=1.5)
-    assert slower.seconds(1) == pytest.approx(1.5 * both.seconds(1), rel=0.01)
+    in_turn = Placed(target, stages, 2)  # each has all cores, and half of the memory
+    found = in_turn.stages[0].hardware
+    assert (found.bandwidth, found.int8_flops, found.memory) == (20 * GB, 2e12, 12 * GB)
+    assert in_turn.num_groups == 1
+    slower = Placed(target, stages, 2, reach=1.5)
+    passes = sum(stage.seconds(1) for stage in in_turn.stages)
+    assert slower.seconds(1) - in_turn.seconds(1) == pytest.approx(0.5 * passes)
 
 
 def test_the_best_layout_that_fits_comes_first() -> None:

@@ -80,7 +80,9 @@ class Placed:
         self.num_groups = 1 if takes_turns else min(pipeline, self.requests)  # under way in different stages
         group, count = math.ceil(self.requests / self.num_groups), target.config.num_layers
         active = min(replicas, target.batch) * tensor * self.num_groups
-        hardware = target.hardware.device(tensor * replicas * (1 if takes_turns else pipeline), active)
+        share = pipeline if takes_turns else 1  # of the memory alone
+        hardware = target.hardware.device(tensor * replicas * pipeline // share, active)
+        hardware = replace(hardware, memory=hardware.memory / share)
         part = replace(target, hardware=hardware, batch=group, shard=Shard(tensor - 1, tensor, is_by_expert))
         cuts = [count * stage // pipeline for stage in range(pipeline + 1)]
         # the last rank's part is as large as any
