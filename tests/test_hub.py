@@ -313,7 +313,7 @@ def test_paths_resolve_to_a_file_or_a_folder(tmp_path: Path, cache: Path) -> Non
         ("./absent.gguf", r"no model './absent.gguf' here; give a \.gguf file"),
         ("a/b/c", "no model 'a/b/c' here"),
         ("tests/absent", "no model 'tests/absent' here"),
-        ("x" * 300, f"no model '{'x' * 77}...' here"),
+        ("x" * 400, f"no model '{'x' * 297}...' here"),
         ("~nobody-of-this-name/model", "no model '~nobody-of-this-name/model' here"),
     ],
 )
