@@ -332,8 +332,8 @@ def test_a_target_that_is_a_folder_is_refused_before_the_work(tmp_path: Path, ve
         (["--max-model-len", "1"], "max_model_len is 1"),
         (["--dtype", "int5"], "dtype is 'int5'"),
         (["--raw", "--system", "Be brief."], "--system"),
-        (["--model", "x" * 300], "x" * 77 + "...'"),
-        (["--model", "org/" + "x" * 300], "x" * 73 + "..."),
+        (["--model", "x" * 400], "x" * 297 + "...'"),
+        (["--model", "org/" + "x" * 400], "x" * 293 + "..."),
     ],
 )
 def test_options_that_cannot_be_honoured(tiny: str, arguments: list[str], named: str) -> None:
